@@ -15,16 +15,15 @@ from typing import Any, Protocol, Self, overload, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.common import EventLoopThread, is_count, on_loop
-from averaging.config import PeerConfig, configure
+from averaging.common import EventLoopThread, on_loop
+from averaging.config import OnDrift, PeerConfig, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
 from averaging.receipts import Finish, Receipt, TrainingProgress, TrainingStatus
-from averaging.strategies import DriftReaction, RunEnd, RunStart, Strategy, check_unused, wait_for_peers
+from averaging.strategies import RunEnd, RunStart, Strategy, check_unused, wait_for_peers
 from averaging.training import (
-    MAX_STEPS,
     NO_GROUP,
     WITHOUT_MODEL,
     DataRecords,
@@ -112,10 +111,6 @@ class DecentralizedAverager(OptimizerWrapper):
             the model's state dict. Floating-point ones, such as the running statistics of BatchNorm, are averaged;
             newcomers get all of them. The model must write to them in place.
         scheduler: Makes a learning rate scheduler from the inner optimizer.
-        max_steps: A state that claims more steps is refused, so that no donor can make a newcomer step its scheduler
-            for ever. Set it above the number of steps of your run.
-        allow_takeover: Whether this peer takes over the state of whoever announces the most steps, as far as its donor
-            sends it. Otherwise the history counts behind which most members stand, see docs/how-to/strategies.md.
         on_round: Called in the training thread with the receipt of every round, also of a failed one. It must not call
             `average_now`.
         process_group: The ranks that train this copy of the model together, such as `torch.distributed.group.WORLD`.
@@ -161,8 +156,6 @@ class DecentralizedAverager(OptimizerWrapper):
         weight: float | str = 1.0,
         buffers: Mapping[str, torch.Tensor] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-        max_steps: int = MAX_STEPS,
-        allow_takeover: bool = False,
         on_round: Callable[[Receipt], object] | None = None,
         process_group: object = NO_GROUP,
         services: Sequence[RpcService] = (),
@@ -182,20 +175,18 @@ class DecentralizedAverager(OptimizerWrapper):
             if checked.mode is Mode.AUXILIARY:
                 raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
             check_unused(strategy)
-            if not is_count(max_steps) or max_steps < 1:
-                raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
             if transport is None:  # peers on a network in memory are meant to be in one process
                 check_only_one(checked.run_id, checked.join)
             shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
             names = sorted(buffers or ()) if trained is None else list(trained.buffers)
-            alike: dict[str, object] = {"weight": weight, "max_steps": max_steps, "allow_takeover": allow_takeover}
-            alike |= {"optimizer": type(optimizer).__name__, "parameters": shapes, "buffers": names}
+            alike = {"optimizer": type(optimizer).__name__, "parameters": shapes, "buffers": names, "weight": weight}
             return described(checked, strategy=strategy, **alike)
 
         check_alike(site.all_gather(check))
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
+        self._drifted: Receipt | None = None  # of the round of this step, if it has to raise
         self._on_round = on_round
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
@@ -227,13 +218,11 @@ class DecentralizedAverager(OptimizerWrapper):
                 site=site,
                 donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
                 on_receipt=self._note,
-                allow_takeover=allow_takeover,
                 masters=masters,
             )
             self._peer.catching_up = "it takes over the state of its run"
-            self._drift = DriftReaction(self._training, strategy, self._config.on_drift)
             self.weight = weight  # checked by the property
-            self._training_state = TrainingState(self._training, strategy, scheduler, max_steps)
+            self._training_state = TrainingState(self._training, strategy, scheduler)
             self.scheduler = self._training_state.scheduler
             strategy.start(self._training)
             context = ending_process(self._peer) if site.owns else nullcontext()
@@ -309,7 +298,7 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._training.only_makes_state():
             return self._inner.step(closure)
         self._training.check_tensors()
-        self._training.count_samples(batch_size)
+        self._training.weights.count(batch_size)
         try:
             with self._training.measuring():
                 loss = self.strategy.step(self._training, closure, batch_size)
@@ -319,7 +308,10 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
-        self._drift.resolve()
+        if drifted := self._drifted:
+            self._drifted = None
+            text = f"in round {drifted.round} {'; '.join(map(str, drifted.drifted))} (on_drift='raise')"
+            raise RoundError(text, drifted=True)
         self._training_state.drive_scheduler()
         self._tell_services()
         return loss
@@ -413,7 +405,7 @@ class DecentralizedAverager(OptimizerWrapper):
         """
         end = RunEnd(self._training, self.strategy, timeout)
         if self._has_left():
-            return Finish(self._training.digest(), {}, left=True)
+            return Finish(self._training.parts.averaged(), {}, left=True)
         self._thread.check()
         finish = end.finish()
         self._leader.tell_now(self._site)
@@ -453,7 +445,7 @@ class DecentralizedAverager(OptimizerWrapper):
             quorum=str(strategy.quorum.quorum) if strategy.quorum else "",
             grace=strategy.grace,
             max_grace=strategy.quorum.grace if strategy.quorum else None,
-            weight_unit=training.unit.get("unit", ""),
+            weight_unit=training.weights.unit.get("unit", ""),
             missed=strategy.missed,
         )
 
@@ -567,7 +559,10 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
-        self._drift.note(receipt)
+        if self._config.on_drift is OnDrift.RAISE and any(
+            drift.endpoint == receipt.endpoint for drift in receipt.drifted
+        ):
+            self._drifted = receipt
         if self._on_round is not None:
             self._in_on_round = True
             try:

@@ -79,8 +79,6 @@ class OnDrift(StrEnum):
 
     WARN = "warn"
     """It logs a warning, as all peers do that see it."""
-    ADOPT = "adopt"
-    """It also takes over the state and the hyperparameters of most members."""
     RAISE = "raise"
     """`step` raises a RoundError."""
 
@@ -334,7 +332,7 @@ class PeerConfig:
         OnDrift.WARN,
         choice(OnDrift),
         "What a training peer does when its parameters or hyperparameters differ from those of most members of its "
-        "group although they should not: `warn`, `adopt` theirs, or `raise`. See docs/operate/reliability.md.",
+        "group although they should not: `warn`, or `raise` an error. See docs/operate/reliability.md.",
         flag=False,
     )
 

@@ -31,9 +31,7 @@ def train(config: PeerConfig) -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         site = {"process_group": dist.group.WORLD}
-    with DecentralizedAverager(
-        adamw, model=model, config=config, strategy=LocalSGD(sync_every=50), max_steps=STEPS, **site
-    ) as opt:
+    with DecentralizedAverager(adamw, model=model, config=config, strategy=LocalSGD(sync_every=50), **site) as opt:
         if site:
             model = DistributedDataParallel(model)  # after the averager, which may have taken over the run's state
         print(f"{opt.endpoint} trains from step {opt.local_step}", flush=True)

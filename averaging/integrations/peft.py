@@ -322,7 +322,7 @@ class LoRAAveraging(LockstepStrategy):
         self._schedule.restart()
         if not together:
             with training.replacing():
-                self._advance(training, None, training.weight)
+                self._advance(training, None, training.weights.number)
                 self._anchor()
             self.announce(training)
             return None
@@ -330,7 +330,7 @@ class LoRAAveraging(LockstepStrategy):
         kept = {name: anchor for name, (_, anchor) in self._anchors.items()} | self._kept()
         options: RoundOptions = {
             "phase": self.history.phase,
-            "gather": {"samples": training.weight, "base": self._digest},
+            "gather": {"samples": training.weights.number, "base": self._digest},
             "expected_peers": self._expected_peers(training, together),
             "drift": training.fingerprint(kept, self.history.phase, self.history.step),
             "prepare": lambda gathered: self._take_slot(training, gathered),
@@ -361,7 +361,7 @@ class LoRAAveraging(LockstepStrategy):
                 self._discarded = False  # nobody could apply it
                 return
             self._anchor()
-            self._advance(training, receipt, training.weight)
+            self._advance(training, receipt, training.weights.number)
         self._discarded = False
         self.announce(training)
 

@@ -154,8 +154,6 @@ class DriftCheck:
     log: HyperparameterLog = field(default_factory=HyperparameterLog)
     tolerance: float = 0.0
     counted_as: Mapping[str, str] = field(default_factory=dict)
-    donors: tuple[str, ...] = ()  # once compared, the members that hold the right tensors, if this one does not
-    right: Packed = field(default_factory=dict)  # once compared, the right hyperparameters, if this member has others
 
     def compare(self, endpoint: str, others: Mapping[str, Fingerprint]) -> tuple[Drift, ...]:
         """The drifted members: first those with other hyperparameters, which may be the cause of other tensors.
@@ -175,8 +173,6 @@ class DriftCheck:
             classes[member.digest].append(name)
         digest = max(classes, key=lambda digest: (self._weight(classes[digest], members), digest))
         right = sorted(classes[digest])
-        if endpoint not in right:
-            self.donors = tuple(right)
         return [
             self._difference(name, members[name], members[right[0]]) for name in sorted(members) if name not in right
         ]
@@ -218,14 +214,12 @@ class DriftCheck:
             classes["" if difference is None else difference.name].append(name)
         members = {**others, endpoint: self.own}
         right = max(classes, key=lambda what: (self._weight(classes[what], members), what == ""))
-        donor = min(classes[right])
-        if (different := differences[donor]) is None:
+        if (different := differences[min(classes[right])]) is None:
             return [
                 Drift(name, DriftKind.HYPERPARAMETER, difference.name, difference.there, difference.here)
                 for name, difference in sorted(differences.items())
                 if difference is not None
             ]
-        self.right = members[donor].hyperparameters
         return [
             Drift(name, DriftKind.HYPERPARAMETER, different.name, different.here, different.there)
             for name in sorted(classes[""])

@@ -5,7 +5,7 @@ simplest), `gradient_averaging`, `fragments` and `diloco`. They share `catch_up`
 the end of training.
 """
 
-from averaging.strategies.base import DriftReaction, Strategy, check_unused
+from averaging.strategies.base import Strategy, check_unused
 from averaging.strategies.diloco import DiLoCo
 from averaging.strategies.gradient_averaging import GradientAveraging
 from averaging.strategies.local_sgd import LocalSGD
@@ -16,7 +16,6 @@ from averaging.strategies.schedule import AveragingSchedule
 __all__ = [
     "AveragingSchedule",
     "DiLoCo",
-    "DriftReaction",
     "GradientAveraging",
     "LocalSGD",
     "LockstepStrategy",

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict
 
 import torch
 
-from averaging.common import Backoff, counted, is_finite
-from averaging.config import OnDrift
+from averaging.common import counted, is_finite
 from averaging.errors import ConfigError, RoundError, StateError, printable
 from averaging.matchmaking import LEAST_SEARCH, Quorum
 from averaging.peer import ExpectedPeers, Topic
@@ -24,7 +23,7 @@ from averaging.strategies.catch_up import CatchUp
 from averaging.strategies.quorum import (
     PATIENCE,
     Attendance,
-    Punctuality,
+    Cadence,
     RoundEvent,
     Standstill,
     Timeliness,
@@ -47,6 +46,8 @@ from averaging.training import (
     still_training,
 )
 
+logger = logging.getLogger("averaging.training")
+
 
 @dataclass(frozen=True, slots=True)
 class Due:
@@ -62,6 +63,17 @@ IMMEDIATELY = Due()
 FAR = 32
 """A peer whose announced moment is more than half as many intervals away counts as one that does not come: else whoever
 claims to come in a year would keep a peer that is otherwise alone from its global steps."""
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The options that all strategies have, see `Strategy`."""
+
+    compression: CompressionType | str | None
+    error_feedback: bool
+    max_norm: float | None
+    quorum: int | float | None
+    grace: float | str | None
+    staleness_discount: float | None
 
 
 class Strategy(ABC):
@@ -83,7 +95,7 @@ class Strategy(ABC):
         quorum: peers with which a round begins, this one included, or their share of all peers that are training;
             whoever is late takes part in the next one. With None a round waits for all, for up to `group_wait`.
         grace: with `quorum`, upper bound of the time for which a round waits for further peers then; "10s" by default.
-            How long it really waits is learned from the arrivals of the last rounds.
+            It waits for a fiftieth of the time between two rounds, and at least 0.25 s.
         staleness_discount: with `quorum`, factor of the weight of a late contribution for each global step that it is
             late; 0.95 by default. The product is at least 0.1.
 
@@ -130,7 +142,7 @@ class Strategy(ABC):
         staleness_discount: float | None = None,
     ) -> None:
         self.quorum = quorum_options(quorum, grace, staleness_discount)
-        self._punctuality = Punctuality(self.quorum.grace if self.quorum else 0.0)
+        self._cadence = Cadence(self.quorum.grace if self.quorum else 0.0)
         if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
@@ -188,7 +200,7 @@ class Strategy(ABC):
     @property
     def grace(self) -> float | None:
         """Seconds for which the next round waits for further peers than the quorum; None without a quorum."""
-        return self._punctuality.grace if self.quorum else None
+        return self._cadence.grace if self.quorum else None
 
     @property
     def terms(self) -> Mapping[str, str]:
@@ -202,7 +214,7 @@ class Strategy(ABC):
 
     def _terms(self, training: StrategyContext) -> Mapping[str, str]:
         """The terms with what the averager has: weights that count samples do not go with others."""
-        weight = {"weight": "the number of samples" if training.weighs_samples else "a number"}
+        weight = {"weight": "the number of samples" if training.weights.counts_samples else "a number"}
         return {**self.terms, **weight} if self.terms else self.terms
 
     def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
@@ -235,9 +247,8 @@ class Strategy(ABC):
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
-        rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
-        missed = training.standing.missed
-        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training), self._late, missed
+        rate, parts, terms = training.rate.per_second, training.parts.digests, self._terms(training)
+        ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
         return Progress(history, self.samples, computing, training.donates, *ends)
 
     def announce(self, training: StrategyContext, computing: float = 0.0) -> None:
@@ -311,7 +322,7 @@ class Strategy(ABC):
         ended, training = 1 + len(done_training(announcements)), len(still_training(announcements))
         if ended < min(self.quorum.count(ended + training), group_size):
             return math.inf
-        return self._punctuality.interval + self.quorum.grace
+        return self._cadence.interval + self.quorum.grace
 
     def _next_quorum(self, training: StrategyContext) -> Quorum | None:
         """When the next round begins although peers are missing; at all ranks of a site."""
@@ -328,17 +339,17 @@ class Strategy(ABC):
                 "goes on without averages. Start more peers, or use a smaller quorum",
                 *(count, present),
             )
-        return Quorum(count, self._punctuality.grace)
+        return Quorum(count, self._cadence.grace)
 
-    def _attend(self, event: RoundEvent, began: float | None = None) -> None:
-        self._attendance = self._attendance.after(event, began)
+    def _attend(self, event: RoundEvent) -> None:
+        self._attendance = self._attendance.after(event)
 
     def _stands_still(self, reason: str, *, failed: int = 0) -> None:
         self._standstill = replace(self._standstill, reason=reason, failed=self._standstill.failed + failed)
 
     def _cycle(self, training: StrategyContext) -> tuple[int, float]:
         """After how many local steps, and seconds, a step of the whole model is expected."""
-        usual, schedule = self._punctuality.interval, self._schedule
+        usual, schedule = self._cadence.interval, self._schedule
         length, interval = (schedule.length, schedule.interval) if schedule else (1, 0.0)
         return self._pieces * length, self._pieces * max(interval, usual if usual < math.inf else 0.0)
 
@@ -397,23 +408,14 @@ class Strategy(ABC):
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint; says which of them are ahead."""
-        ignored = self._downloads.ignored(training)
-        return look_for_greater_origin(
-            self._own(training), announcements, training.announcements.members, ignored=ignored
-        )
-
-    def _own(self, training: StrategyContext) -> Own:
-        return Own(self.announced_history(training), training.announcements.member, training.standing, training.donates)
+        own = Own(self.announced_history(training), training.donates)
+        return look_for_greater_origin(own, announcements, ignored=self._downloads.ignored(training))
 
     def present_others(self, training: StrategyContext, *, wait: bool = True) -> Others:
         """What `others` makes of the present announcements, the same at all ranks of a site."""
-
-        def look() -> Others:
-            others = self.others(training, training.announcements.of_others(wait=wait))
-            self._downloads.note_refused(self.announced_history(training), others, training.monotonic())
-            return others
-
-        return training.site.broadcast_from_leader(look)
+        return training.site.broadcast_from_leader(
+            lambda: self.others(training, training.announcements.of_others(wait=wait))
+        )
 
     def catch_up(
         self, training: StrategyContext, others: Others, start_timeout: float = 0.0, *, wait: bool = True
@@ -449,14 +451,7 @@ class Strategy(ABC):
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         training.take_over(fetch)
-        training.samples.forget()
-
-    def adopt(self, training: StrategyContext, donors: Collection[str]) -> bool:
-        """Takes over the state of one of these peers, which is right where this peer's is not. Returns whether it did.
-
-        Nothing has to be done if the next average makes the peers equal.
-        """
-        return False
+        training.weights.forget()
 
     def step(
         self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
@@ -572,47 +567,3 @@ def check_unused(strategy: object) -> None:
         raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
     if strategy.attached:
         raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
-
-
-logger = logging.getLogger("averaging.training")
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
-"""Seconds between two downloads; each pause is twice as long as the last one. A cause that remains, such as a loop that
-writes parameters, would otherwise cost a download in each round."""
-
-
-class DriftReaction:
-    """What a peer does about a round in which it differed from most members: it warns, raises, or takes over theirs."""
-
-    def __init__(self, training: StrategyContext, strategy: Strategy, on_drift: OnDrift) -> None:
-        self._training, self._strategy, self._on_drift = training, strategy, on_drift
-        self._drifted: Receipt | None = None
-        self._next, self._backoff = 0.0, Backoff(FIRST_PAUSE, LONGEST_PAUSE)
-
-    def note(self, receipt: Receipt) -> None:
-        """Called with the receipt of each round."""
-        if any(drift.endpoint == receipt.endpoint for drift in receipt.drifted):
-            self._drifted = receipt
-
-    def resolve(self) -> None:
-        """Called after the step whose round may have found that this peer differs.
-
-        Raises:
-            RoundError: it does, and `on_drift` is "raise".
-        """
-        receipt, self._drifted = self._drifted, None
-        if receipt is None or self._on_drift is OnDrift.WARN:
-            return
-        if self._on_drift is OnDrift.RAISE:
-            text = f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')"
-            raise RoundError(text, drifted=True)
-        training = self._training
-        changed, donors = training.drift.adopt_hyperparameters()
-        if changed and training.site.leads:
-            logger.warning("drift: this peer has taken over %s from most peers of its group", ", ".join(changed))
-        now = training.site.broadcast_from_leader(training.monotonic)
-        if not donors or now < self._next:
-            return
-        self._next = now + self._backoff.next_delay()
-        if self._strategy.adopt(training, donors) and training.site.leads:
-            logger.warning("drift: this peer has taken over the state of most peers of its group")

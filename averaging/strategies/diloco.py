@@ -8,18 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from averaging.common import is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
 from averaging.protocol import CompressionType, MeanOver, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import IMMEDIATELY, Due
+from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.quorum import Attendance, RoundEvent, Standstill, Timeliness
@@ -67,8 +66,17 @@ class _Look:
     due: Due | None  # its own next round
     target: History | None  # the newest history of the others, if this peer has missed steps of it
     downloads: bool  # whether it takes over a state now, or goes on with a download
-    group_began: float | None  # when the others began the step after this peer's own history without it
+    group_began: bool  # whether the others have begun the step after this peer's own history without it
     obstacle: str  # why no round with this peer's state can begin; empty if one may, or no other peer trains
+
+
+class DiLoCoOptions(StrategyOptions, total=False):
+    """The options of all strategies, and those of `compression="top_k"`, see `DiLoCo`."""
+
+    density: float | None
+    bits: int | None
+    decay: float | None
+    mean_over: MeanOver | str | None
 
 
 class DiLoCo(LockstepStrategy):
@@ -134,25 +142,11 @@ class DiLoCo(LockstepStrategy):
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
-        compression: CompressionType | str | None = None,
-        density: float | None = None,
-        bits: int | None = None,
-        decay: float | None = None,
-        mean_over: MeanOver | str | None = None,
-        error_feedback: bool = False,
-        max_norm: float | None = None,
-        quorum: int | float | None = None,
-        grace: float | str | None = None,
-        staleness_discount: float | None = None,
+        **options: Unpack[DiLoCoOptions],
     ) -> None:
-        super().__init__(
-            compression=compression,
-            error_feedback=error_feedback,
-            max_norm=max_norm,
-            quorum=quorum,
-            grace=grace,
-            staleness_discount=staleness_discount,
-        )
+        given = {name: value for name, value in options.items() if name in TOP_K_DEFAULTS}
+        common: Any = {name: value for name, value in options.items() if name not in TOP_K_DEFAULTS}
+        super().__init__(**common)
         if type(fragments) is not int or fragments < 1:
             raise ConfigError(f"fragments must be a whole number, at least 1, not {fragments!r}")
         self._schedule: Schedule = make_schedule(sync_every, fragments)
@@ -168,7 +162,6 @@ class DiLoCo(LockstepStrategy):
                 "alpha does not go with quorum: there the local steps made during a round stay on top of its result "
                 "and are sent with the next one; leave alpha out"
             )
-        given = {"density": density, "bits": bits, "decay": decay, "mean_over": mean_over}
         self.top_k, self.decay = self._top_k({name: value for name, value in given.items() if value is not None})
         outer = outer or (PLAIN if self.top_k else NESTEROV)
         if not callable(outer):
@@ -186,7 +179,6 @@ class DiLoCo(LockstepStrategy):
         self._target: History | None = None  # to whose next step the pending round contributes late; None if in time
         # What it sent late: the step that includes it, the number of its local steps, and their change.
         self._claimed: tuple[Fragment, History, int, dict[str, torch.Tensor]] | None = None
-        self._quorum: Quorum | None = None  # of the pending round
 
     def __repr__(self) -> str:
         defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
@@ -263,7 +255,7 @@ class DiLoCo(LockstepStrategy):
             fragment = Fragment(number, parameters, anchors, changes, topic, outer, copied)
             topic.tensors.before_reading = fragment.complete if fragment.waits else None
             self._fragments.append(fragment)
-        training.hyperparameters.optimizers["outer "] = self._fragments[0].outer
+        training.drift.optimizers["outer "] = self._fragments[0].outer
         self._owns, self._leads = training.site.owns, training.site.leads
         if self.top_k is not None:
             check_tied({fragment.number: fragment.parameters for fragment in self._fragments})
@@ -323,8 +315,8 @@ class DiLoCo(LockstepStrategy):
         if self._attendance.owed and look.target is not None:
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
-        is_late = look.target is not None or look.group_began is not None
-        self._attend(RoundEvent.MISSED if is_late else RoundEvent.LEVEL, look.group_began)
+        is_late = look.target is not None or look.group_began
+        self._attend(RoundEvent.MISSED if is_late else RoundEvent.LEVEL)
         self.missed = max(0, look.target.step - self.history.step) if look.target else int(is_late)
         if look.downloads and self.catch_up(training, look.others, wait=False):
             return  # a round that is due begins after the next step, for which the others' progress is read anew
@@ -344,7 +336,7 @@ class DiLoCo(LockstepStrategy):
 
     def _look_along(self, training: StrategyContext) -> _Look:
         others, is_behind, due = self._look(training)
-        began = training.announcements.group_began(self._next_fragment.topic, self.history.phase)
+        began = training.announcements.group_began(self._next_fragment.topic, self.history.phase) is not None
         newest = max(others.ahead.values(), default=self.history)
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
@@ -388,8 +380,8 @@ class DiLoCo(LockstepStrategy):
         return stop
 
     def _contribution(self, training: StrategyContext, fragment: Fragment, target: History) -> RoundOptions:
-        weight = training.weight_of(fragment.topic)
-        gather: dict[str, Any] = {"samples": weight} | training.unit
+        weight = training.weights.of(fragment.topic)
+        gather: dict[str, Any] = {"samples": weight} | training.weights.unit
         if self.quorum is None:
             return {"gather": gather, "weight": weight}
         base = target.step if fragment.base is None else fragment.base
@@ -398,10 +390,6 @@ class DiLoCo(LockstepStrategy):
         gather |= {"steps": fragment.open_steps, "age": age, "discount": factor}
         if target != self.history:
             gather["holds"] = False
-        if (missed_at := self._attendance.missed_at) is not None:
-            late = training.site.broadcast_from_leader(lambda: training.now())
-            gather["late"] = max(0.0, late - missed_at)
-            self._attendance = replace(self._attendance, missed_at=None)
         return {"gather": gather, "weight": weight * factor}
 
     def _anchor(self) -> None:
@@ -495,7 +483,7 @@ class DiLoCo(LockstepStrategy):
         if search_timeout is not None:
             options["search_timeout"] = search_timeout  # at the end of training all wait for all
         elif (quorum := self._next_quorum(training)) is not None:
-            self._quorum = options["quorum"] = quorum
+            options["quorum"] = quorum
             options["gather"]["quorum"] = quorum.pack()
             options["stop_search"] = self._stop(training, self.history, expected)
         self._pending = training.begin(fragment.topic, after=due.after, **options)
@@ -553,12 +541,12 @@ class DiLoCo(LockstepStrategy):
                 fragment.feedback.applied()
             elif fragment.feedback is not None:
                 fragment.feedback.applied_alone()
-            self._advance(training, receipt, training.weight_of(fragment.topic))
+            self._advance(training, receipt, training.weights.of(fragment.topic))
         if receipt is None:
-            training.samples.averaged[fragment.topic.schema.topic] = training.samples.made
+            training.weights.averaged[fragment.topic.schema.topic] = training.weights.made
         fragment.applied(self.history.step)
-        if receipt is not None and self._quorum is not None:
-            self._punctuality.note(receipt, self._quorum)
+        if receipt is not None and self.quorum is not None:
+            self._cadence.note(receipt)
         self._discarded, self.missed = False, 0
         self._attend(RoundEvent.AVERAGED)
         self.announce(training)
@@ -570,12 +558,12 @@ class DiLoCo(LockstepStrategy):
         """
         before, discarded, since = self.history, self._discarded, self._schedule.steps
         own = [fragment.steps_to_keep(discarded=discarded) for fragment in self._fragments]
-        samples = training.samples.made, dict(training.samples.averaged)
+        samples = training.weights.made, dict(training.weights.averaged)
         super()._take_over(training, fetch)
         follows = self.history.includes(before)  # or they belong to other parameters, perhaps false ones
         follows |= self.quorum is not None and self.history.may_follow(before)
         if follows and not discarded:
-            training.samples.made, training.samples.averaged = samples
+            training.weights.made, training.weights.averaged = samples
         if self.quorum is not None:
             self._schedule.steps = since  # this peer's own round is due as before
             self._restore(own)

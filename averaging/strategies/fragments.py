@@ -15,18 +15,7 @@ from averaging.training import GroupProgress
 
 
 class Fragment:
-    """A piece of the model with its outer state.
-
-    Attributes:
-        parameters: parameters of the model, trained by the inner optimizer.
-        anchors: the parameters after the last global step, on the CPU.
-        changes: the pseudo-gradient, anchors minus parameters; after a round its average.
-        progress: what the outer optimizer changes in its parameter groups.
-        open_steps: local steps that no average includes yet.
-        base: global step whose state they were made on, on average.
-        buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
-        waits: whether parameters are on a device, from which what is measured comes while training goes on.
-    """
+    """A piece of the model with its outer state."""
 
     def __init__(
         self,
@@ -66,12 +55,7 @@ class Fragment:
 
     @torch.no_grad()
     def measure(self, *, keep: bool = False, background: bool = False) -> None:
-        """Computes the pseudo-gradient and copies the buffers.
-
-        Args:
-            keep: whether `step` needs the present parameters: if training goes on and they are mixed with the result.
-            background: whether what is on a device only begins to be copied; then `complete` waits for it.
-        """
+        """Computes the pseudo-gradient and copies the buffers."""
         self._sent_steps = self.open_steps
         self._measured = {name: parameter.clone() for name, parameter in self.parameters.items()} if keep else {}
         with self._completing:
@@ -139,11 +123,7 @@ class Fragment:
         self._sent_steps = 0
 
     def step(self, alpha: float) -> None:
-        """Makes the outer step and writes its result and the averaged buffers to the model.
-
-        Args:
-            alpha: see `DiLoCo`; of the local steps since `measure` if that has kept the parameters.
-        """
+        """Makes the outer step and writes its result and the averaged buffers to the model."""
         self.complete()
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from averaging.errors import ConfigError
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
-from averaging.protocol import CompressionType
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import Due, Strategy
+from averaging.strategies.base import Due, Strategy, StrategyOptions
 from averaging.strategies.diloco import PLAIN, DiLoCo
 from averaging.strategies.quorum import Standstill
 from averaging.strategies.schedule import Schedule, make_schedule
@@ -151,14 +150,9 @@ class LocalSGD(Strategy):
         *,
         statistics: bool = False,
         overlap: bool = False,
-        compression: CompressionType | str | None = None,
-        error_feedback: bool = False,
-        max_norm: float | None = None,
-        quorum: int | float | None = None,
-        grace: float | str | None = None,
-        staleness_discount: float | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
-        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        super().__init__(**options)
         self._schedule: Schedule = make_schedule(sync_every)
         self.sync_every = sync_every
         self.statistics = statistics
@@ -274,7 +268,6 @@ class LocalSGD(Strategy):
             return None
         self._announcements = announcements
         others = self.others(training, announcements)
-        self._downloads.note_refused(self.announced_history(training), others, training.monotonic())
         return others if others.ahead or self._downloads.busy else None
 
     def finish(self, training: StrategyContext) -> None:

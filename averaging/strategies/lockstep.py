@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from averaging.matchmaking import holds_state
 from averaging.peer import ExpectedPeers, Topic
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
-from averaging.strategies.catch_up import START_TIMEOUT
 from averaging.timing import SLOW_LINK
 from averaging.training import (
     BackgroundDownload,
     History,
     Others,
+    Own,
     Progress,
     Stage,
     StrategyContext,
@@ -30,7 +30,6 @@ from averaging.training import (
     find_behind,
     find_late,
     find_together,
-    read_progress,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,9 +71,8 @@ class LockstepStrategy(Strategy):
         # No peer waits for these again until they announce something new.
         absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
         others = compare_progress(
-            replace(self._own(training), quorum=self._quorum_count(training, announcements), absent=absent),
+            Own(self.history, training.donates, self._quorum_count(training, announcements), absent),
             announcements,
-            training.announcements.members,
             self._partners,
             ignored=self._downloads.ignored(training),
             trains=self.stage is Stage.TRAINING,
@@ -162,21 +160,6 @@ class LockstepStrategy(Strategy):
         """
         if "history" not in user:
             raise StateError("the state has no history of global steps")
-
-    def adopt(self, training: StrategyContext, donors: Collection[str]) -> bool:
-        """Takes over the state of one of these peers once they have made the same step."""
-        history = self.history
-
-        def level(seen: Mapping[str, bytes]) -> dict[str, History]:
-            return {
-                name: progress.history
-                for name, progress in read_progress({name: seen[name] for name in donors if name in seen}).items()
-                if progress.donates and progress.history >= history
-            }
-
-        seen = training.announcements.wait_for(lambda seen: bool(level(seen)), START_TIMEOUT)
-        others = Others((), 0.0, 0.0, level(seen))
-        return self._follow(training, History(), others, START_TIMEOUT)
 
     def _expected_peers(self, training: StrategyContext, together: tuple[str, ...]) -> ExpectedPeers:
         """The peers of `together` for which the next round waits, as long as they neither leave nor advance.

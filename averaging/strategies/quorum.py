@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-from averaging.common import is_finite, is_number, parse_duration
+from averaging.common import is_finite, parse_duration
 from averaging.errors import ConfigError
-from averaging.matchmaking import Quorum
-from averaging.receipts import Account, Receipt
+from averaging.receipts import Receipt
 
 DEFAULT_GRACE, DEFAULT_DISCOUNT = 10.0, 0.95
 """Upper bound of the grace period in seconds, and factor of the weight for each step of age, unless they are given."""
@@ -28,21 +27,15 @@ LEAST_DISCOUNT = 0.1
 LEAST_GRACE, MAX_GRACE = 0.25, 600.0
 """Limits in seconds. Within the least one the declarations of peers that come at the same time reach each other."""
 
-MARGIN = 1.5
-"""Multiple of the usual lateness for which a round waits."""
-
-USUAL = 0.75
-"""Share of the last rounds for whose late members the grace period is long enough. So a single pause costs nothing."""
-
 RECENT_ROUNDS = 16
-"""Rounds from which the grace period is learned."""
+"""Rounds from whose beginnings the usual time between two is taken."""
 
 MAX_SHARE = 1 / 50
-"""Share of the time between two rounds for which those that are there wait at most. So a peer that is late by a whole
-round holds nobody up, even if the user's bound would allow it."""
+"""Share of the time between two rounds for which those that are there wait. So a peer that is late by a whole round
+holds nobody up, even if the user's bound would allow it."""
 
-FIRST_GRACE, LEAST_ROUNDS = 1.0, 3
-"""Seconds for which a peer waits in its first rounds, and how many these are, since too little is known then."""
+FIRST_GRACE = 1.0
+"""Seconds for which a peer waits in its first rounds, since the time between two is not known then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,60 +100,27 @@ def _seconds(grace: float | str) -> float:
     return float(seconds)
 
 
-def learned_grace(rounds: Sequence[Collection[float]], bound: float, interval: float = math.inf) -> float:
-    """Seconds for which a round waits for further members once its quorum is there, at most `bound`.
-
-    They would have been enough for the late members of most of the last `rounds`, each given by the lateness of those
-    that came after the quorum, in seconds. Members that came later than `bound` do not count, since no round waits for
-    them. At most `MAX_SHARE` of the `interval` from round to round is spent in waiting.
-    """
-    bound = min(bound, max(LEAST_GRACE, MAX_SHARE * interval))
-    if len(rounds) < LEAST_ROUNDS:
-        return min(bound, FIRST_GRACE)
-    latest = sorted(max((seconds for seconds in late if seconds <= bound), default=0.0) for late in rounds)
-    return min(bound, max(LEAST_GRACE, MARGIN * latest[math.ceil(USUAL * len(latest)) - 1]))
-
-
-def lateness(accounts: Iterable[Account], endpoint: str, count: int) -> list[float]:
-    """By how many seconds the members of a round came after those that made the quorum of `count`.
-
-    It is as the peer at `endpoint` observed it: members that looked for a group before it did count as coming with it.
-    """
-    waited = {account.endpoint: account.waited for account in accounts if account.mode != "auxiliary"}
-    own = waited.get(endpoint)
-    if own is None:
-        return []
-    longest_first = sorted((own if seconds is None else min(own, seconds) for seconds in waited.values()), reverse=True)
-    since = longest_first[min(count, len(longest_first)) - 1]
-    return [since - seconds for seconds in longest_first[count:]]
-
-
-class Punctuality:
-    """How late the members of the last rounds came, those that had missed the round before included."""
+class Cadence:
+    """When the last rounds began, and so for how long the next one waits for further members than the quorum."""
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
-        self._rounds: deque[list[float]] = deque(maxlen=RECENT_ROUNDS)
         self._began: deque[float] = deque(maxlen=RECENT_ROUNDS)
 
     @property
     def grace(self) -> float:
-        return learned_grace(self._rounds, self._bound, self.interval)
+        interval = self.interval
+        return min(self._bound, FIRST_GRACE if interval == math.inf else max(LEAST_GRACE, MAX_SHARE * interval))
 
     @property
     def interval(self) -> float:
         """The median of the seconds between the beginnings of the last rounds; infinite if there were less than two."""
-        began = list(self._began)
-        intervals = [after - before for before, after in pairwise(began) if after > before]
+        intervals = [after - before for before, after in pairwise(self._began) if after > before]
         return statistics.median(intervals) if intervals else math.inf
 
-    def note(self, receipt: Receipt, quorum: Quorum) -> None:
+    def note(self, receipt: Receipt) -> None:
         """Takes the receipt of a round that averaged."""
         self._began.append(receipt.started)
-        late = lateness(receipt.accounts, receipt.endpoint, quorum.count)
-        # Who missed a round says how long after its beginning it came, and that was a grace period after its quorum.
-        missed = (late_in(user) for user in receipt.gathered.values())
-        self._rounds.append([*late, *(quorum.grace + seconds for seconds in missed if seconds is not None)])
 
 
 # With a quorum nobody waits for a peer that has missed a round, nor does that peer wait.
@@ -209,17 +169,12 @@ class Attendance:
 
     timeliness: Timeliness = Timeliness.IN_TIME
     owed: bool = False  # whether it takes part in the next round although none of its own is due
-    missed_at: float | None = None  # when the others began a round without it, since the epoch, until it has told them
     repeats: bool = False  # whether its last round has failed and is repeated
 
-    def after(self, event: RoundEvent, began: float | None = None) -> Attendance:
-        """The attendance after an event; `began` is the new `missed_at`, if there is none yet."""
-        now = TRANSITIONS[event].get(self.timeliness, self.timeliness)
-        missed_at = began if self.missed_at is None else self.missed_at
-        if now is Timeliness.IN_TIME and event in (RoundEvent.LEVEL, RoundEvent.AVERAGED):
-            missed_at = None
+    def after(self, event: RoundEvent) -> Attendance:
         averaged = event in (RoundEvent.AVERAGED, RoundEvent.INCLUDED)
-        return Attendance(now, self.owed, missed_at, self.repeats and not averaged)
+        timeliness = TRANSITIONS[event].get(self.timeliness, self.timeliness)
+        return Attendance(timeliness, self.owed, self.repeats and not averaged)
 
     def after_failure(self) -> Attendance:
         return replace(self, owed=self.owed or not self.repeats, repeats=not self.repeats)
@@ -242,9 +197,3 @@ class Standstill:
 
     def is_long(self, local_step: int, now: float, steps: int, seconds: float) -> bool:
         return local_step - self.local_step > PATIENCE * max(1, steps) and now - self.since > PATIENCE * seconds
-
-
-def late_in(user: object) -> float | None:
-    """By how many seconds a member says it has missed the beginning of a round, from its `gather`."""
-    seconds = user.get("late") if isinstance(user, dict) else None
-    return float(seconds) if is_number(seconds) and 0 <= seconds <= MAX_GRACE else None

@@ -42,13 +42,7 @@ SETTLE_SECONDS = 1.0
 
 
 class RunStart:
-    """The start of one peer's training, in the training thread; all ranks of a site do the same.
-
-    Args:
-        strategy: the strategy, whose topics exist.
-        training: its context, with a peer that runs.
-        rng: source of the origin's id.
-    """
+    """The start of one peer's training, in the training thread; all ranks of a site do the same."""
 
     def __init__(self, strategy: Strategy, training: StrategyContext, rng: random.Random) -> None:
         self._strategy, self._training, self._peer = strategy, training, training.peer
@@ -97,18 +91,13 @@ class RunStart:
         return History(origin=Origin(rank, -self._now, self._rng.randbytes(8).hex()))
 
     def donors(self, *, above: bool = False) -> list[str]:
-        """The peers that are asked for a state, the best first, see `rank_donors`. Says so if there are several runs.
-
-        Args:
-            above: only peers whose history this peer takes over instead of its own.
-        """
+        """The peers that are asked for a state, the best first, see `rank_donors`. Warns of several runs."""
         announcements = self._peer.progress.announcements
         offered = [donor for donor in self._peer.donors if donor[0] > 0]
         if above:
             ahead = self._strategy.others(self._training, announcements).ahead
             offered = [donor for donor in offered if donor[1] in ahead]
-        peers, members = read_progress(announcements), self._peer.progress.members
-        names, claims = rank_donors(offered, peers, members, self._peer.seeds)
+        names, claims = rank_donors(offered, read_progress(announcements), self._peer.seeds)
         runs = frozenset(claim.history.origin.id for claim in claims)
         if len(runs) > 1 and runs not in self._named:
             self._named.add(runs)
@@ -162,12 +151,6 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
 
     If several peers started the run at the same moment, all but one of them take over its parameters meanwhile.
 
-    Args:
-        strategy: the strategy.
-        training: its context.
-        count: number of peers.
-        timeout: seconds.
-
     Raises:
         ConfigError: an argument is no number, or the peers of the run train with other terms.
     """
@@ -204,9 +187,6 @@ class RunEnd:
     The other peers read in this peer's progress that its training has ended, and no longer wait for it in their rounds.
     It waits until their training has ended, too, or its time is up.
 
-    Args:
-        timeout: seconds until `finish` returns at the latest.
-
     Raises:
         ConfigError: `timeout` is no number of seconds.
     """
@@ -239,8 +219,8 @@ class RunEnd:
         receipt = strategy.conclude(training, partners, self._remaining)
         training.modes.eval()
         self._catch_up(partners, self._remaining)
-        own = strategy.digest = training.digest()
-        training.measure_parts()
+        own = strategy.digest = training.parts.averaged()
+        training.parts.measure_all()
         self._announce(Stage.ENDED)
         self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
         # A peer that leaves withdraws its record, so it stays until the others have read it.

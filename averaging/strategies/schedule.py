@@ -30,13 +30,7 @@ LEAST_INTERVAL, MAX_INTERVAL = 0.1, 7 * 86400.0
 
 
 class Schedule(ABC):
-    """Decides when a peer's next round is due.
-
-    Attributes:
-        steps: local steps since the last round.
-        interval: seconds between two moments; 0 if rounds are due after a number of steps.
-        length: that number of steps; 0 if rounds are due at moments.
-    """
+    """Decides when a peer's next round is due."""
 
     steps = 0
     interval = 0.0
@@ -52,12 +46,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def is_due(self, now: float, declared_until: float | None) -> bool:
-        """Whether this peer averages now.
-
-        Args:
-            now: seconds since the epoch.
-            declared_until: when the last of the other peers' declarations expires; None if nobody looks for a group.
-        """
+        """Whether this peer averages now."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -120,9 +109,6 @@ class ClockSchedule(Schedule):
 
     Whoever looks for a group shows that by its clock the moment has come. So peers whose clocks differ by less than
     half an interval meet when the first of them looks, and each moment is served once.
-
-    Args:
-        interval: seconds between two moments.
     """
 
     def __init__(self, interval: float) -> None:

@@ -61,7 +61,6 @@ from averaging.training.standing import (
 )
 from averaging.training.takeover import BackgroundDownload, PendingRound
 from averaging.training.training_state import (
-    MAX_STEPS,
     SchedulerDriver,
     TrainingState,
     count_in,
@@ -71,7 +70,6 @@ from averaging.training.training_state import (
 )
 
 __all__ = [
-    "MAX_STEPS",
     "NO_GROUP",
     "TRAIL",
     "WITHOUT_MODEL",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -41,13 +41,6 @@ class CachedQueries:
     def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
         """Returns the result of `query` in the peer's thread; waits only if nothing is cached.
 
-        Args:
-            thread: the peer's thread.
-            key: identifies the query; one key must always come with an equivalent query.
-            query: function that is called in `thread`.
-            wait: whether to wait for a query in progress; if not, the result before that is returned, unless it is
-                older than `STALE_SECONDS`, as with steps that take so long.
-
         Raises:
             ClosedError: the thread was closed, or has failed.
         """
@@ -81,13 +74,7 @@ class _CachedQuery(Generic[T]):
 
 
 class Announcements:
-    """The announced progress of the other peers; in a site what its leader knows.
-
-    Args:
-        site: the processes that train this copy of the model.
-        peer: the peer of this rank.
-        thread: thread in which the peer runs.
-    """
+    """The announced progress of the other peers; in a site what its leader knows."""
 
     def __init__(self, site: Site, peer: Peer, thread: EventLoopThread) -> None:
         self._site, self._peer, self._thread = site, peer, thread
@@ -104,24 +91,12 @@ class Announcements:
             self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
 
     def of_others(self, *, wait: bool = True) -> dict[str, bytes]:
-        """The packed progress of the other peers, by endpoint; the same at all ranks.
-
-        Args:
-            wait: whether to wait for the peer's thread; if not, the result may be one step old.
-        """
+        """The packed progress of the other peers, by endpoint; the same at all ranks."""
         return self._site.broadcast_from_leader(lambda: self.at_leader(wait=wait))
 
     def at_leader(self, *, wait: bool) -> dict[str, bytes]:
         progress = self._peer.progress
         return self._queries.recent(self._thread, "announcements", lambda: progress.announcements, wait=wait)
-
-    @property
-    def members(self) -> Mapping[str, str]:
-        return self._peer.progress.members
-
-    @property
-    def member(self) -> str:
-        return self.members[self._peer.endpoint]
 
     @property
     def none_known(self) -> bool:

@@ -14,13 +14,12 @@ from typing import Any, Unpack
 
 import torch
 
-from averaging.common import EventLoopThread, check_weight, is_count
-from averaging.errors import ClosedError, ConfigError, TensorError
+from averaging.common import EventLoopThread, is_count
+from averaging.errors import ClosedError, TensorError
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
 from averaging.receipts import DriftCheck, Outcome, Receipt, StepRate, TrainingPace
-from averaging.tensors import digest_of_tensors
 from averaging.training.announcements import Announcements
-from averaging.training.fingerprints import DriftMonitor, HyperparameterReader, fingerprint_of, tolerance_of
+from averaging.training.fingerprints import DriftMonitor, fingerprint_of, tolerance_of
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, clip, local
 from averaging.training.named_tensors import (
@@ -33,6 +32,7 @@ from averaging.training.named_tensors import (
 )
 from averaging.training.optimizer_state import GroupProgress
 from averaging.training.parameter_copies import ITERATE, NamedMasters, ParameterCopies, WeightModes
+from averaging.training.round_weight import RoundWeight
 from averaging.training.site import Site
 from averaging.training.standing import HistoryStanding
 from averaging.training.takeover import (
@@ -46,77 +46,17 @@ from averaging.training.takeover import (
 
 logger = logging.getLogger("averaging.training")
 
-SAMPLES = "samples"
-"""The weight of a peer that is the number of its samples."""
-
 LOOK_SECONDS = 0.1
 """Seconds between two looks for peers that have come to a moment before this one."""
-
-
-LEAST_SAMPLES = 1e-6
-"""Weight of a peer that has made no sample: it does not pull the average, and the weights of a group never sum to 0."""
-
-
-class SampleCount:
-    """The samples of this rank, and how many of them each topic has averaged.
-
-    Attributes:
-        made: samples so far.
-        averaged: value of `made` when the last average of a topic was begun, by the topic's name.
-    """
-
-    def __init__(self) -> None:
-        self.made = 0
-        self.averaged: dict[str, int] = {}
-
-    def waiting(self, topic: str) -> int:
-        return self.made - self.averaged.get(topic, 0)
-
-    def forget(self) -> None:
-        self.made, self.averaged = 0, {}
 
 
 class StrategyContext:
     """What a strategy works with: an averager's optimizer and peer, seen from the training thread.
 
-    Args:
-        optimizer: the inner optimizer.
-        parameters: the parameters by name, in the optimizer's order.
-        buffers: the buffers of the model that the peers have in common.
-        model: the model of these tensors; None if the user did not give it.
-        peer: the peer of these tensors, not entered yet; at a rank that owns none it is never entered.
-        site: the processes that train this copy of the model.
-        donates: whether other peers can download this peer's state; the same at all ranks of the site.
-        on_receipt: function that gets the receipt of every round.
-        allow_takeover: see `HistoryStanding`.
-        masters: see `ParameterCopies`.
-
-    Attributes:
-        local_step: number of local steps, including those of a downloaded or loaded state.
-        progress: what the inner optimizer changes in its parameter groups.
-        copies: the inner optimizer's copies of the parameters.
-        modes: whether the model holds the weights to train or to evaluate.
-        since: 0 if this peer began with its own parameters; else 1 + its local step when it last took over a state.
-        hyperparameters: reader of those that the peers should have in common; a strategy adds its own optimizers.
-        drift: compares them with those of the other members, and the tensors too.
-        trained: the parameters by name, as the optimizer has them.
-        parameters: what this rank holds of the parameters, by name.
-        buffers: the averaged buffers, by name.
-        shared_buffers: the buffers that newcomers get, but that are not averaged, by name.
-        counters: the integer buffers of which the peers take the largest values.
-        parts: digests of the parts of the model.
-        peer: the peer, which runs in another thread.
-        announcements: what the other peers announce.
-        states: downloads the state of the run, and takes it over.
-        site: the processes that train this copy of the model.
-        donates: whether other peers can download this peer's state.
-        standing: this peer's part in its run.
-        rate: measures how fast this peer trains.
-        pace: counts its steps and samples, and measures how fast they come, including its waits.
-        weighs_samples: whether a topic's weight is the number of samples since its last average.
-        samples: counts them.
-        now: clock, in seconds since the epoch.
-        monotonic: monotonic clock, in seconds.
+    A custom strategy uses its `optimizer`, `site` and `local_step`, the tensors by name (`trained` are those of the
+    optimizer, `parameters` and `buffers` what this rank holds of them), and the methods `topic`, `inner_step`,
+    `average`, `begin` and `receipt_of`. What other peers announce is in `announcements`, this peer's part in its run in
+    `standing`. The clocks are `now`, since the epoch, and `monotonic`. `peer` runs in another thread.
     """
 
     def __init__(
@@ -130,7 +70,6 @@ class StrategyContext:
         site: Site,
         donates: bool,
         on_receipt: Callable[[Receipt], None],
-        allow_takeover: bool = False,
         masters: NamedMasters | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -142,21 +81,18 @@ class StrategyContext:
         self.counters = Counters(buffers.shared)
         self.parameters = {name: local(parameter) for name, parameter in parameters.items()}
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
-        self.parts = ModelParts(site, model, parameters, self.buffers | self.shared_buffers)
+        self.parts = ModelParts(site, model, parameters, self.buffers | self.shared_buffers, peer.tensors)
         self.peer, self.site, self.donates = peer, site, donates
-        self.local_step, self.since = 0, 0
-        self.standing = HistoryStanding(allow_takeover=allow_takeover)
+        self.local_step = 0  # including those of a downloaded or loaded state
+        self.standing = HistoryStanding()
+        self.weights = RoundWeight(site)
         self._begun = 0  # rounds, the same at all ranks of the site
-        self.hyperparameters = HyperparameterReader(optimizer, lambda: self.progress.keys)
-        self.drift = DriftMonitor(site, self.hyperparameters)
-        self.rate = StepRate()
+        self.drift = DriftMonitor(site, optimizer, self.progress)
+        self.rate = StepRate()  # of its own work
         self.now, self.monotonic = time.time, time.monotonic
-        self.pace = TrainingPace(self.monotonic())
+        self.pace = TrainingPace(self.monotonic())  # of its steps and samples, with all waits
         self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
         self._on_receipt = on_receipt
-        self._weight = 1.0
-        self.weighs_samples = False
-        self.samples = SampleCount()
         self._warned = ""
         self._warned_of_modes = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
@@ -174,53 +110,11 @@ class StrategyContext:
         """The peer's own tensors: parameters and averaged buffers."""
         return self.parameters | self.buffers
 
-    @property
-    def weight(self) -> float:
-        """Weight of this peer in rounds for which the strategy sets none; finite and at least 0."""
-        return self._weight
-
-    def set_weight(self, weight: float | str) -> None:
-        """Sets the weight: a number that is finite and at least 0, or "samples".
-
-        Raises:
-            ConfigError: it is neither.
-        """
-        if isinstance(weight, str) and weight != SAMPLES:
-            raise ConfigError(f"weight must be a number or {SAMPLES!r}, not {weight!r}")
-        self.weighs_samples = weight == SAMPLES
-        self._weight = 1.0 if isinstance(weight, str) else check_weight(weight)
-
-    def count_samples(self, batch_size: int | None) -> None:
-        """Counts the samples of this rank in a step that begins.
-
-        Raises:
-            ConfigError: they are the weight of this peer, and `batch_size` is no number of samples.
-        """
-        if is_count(batch_size) and batch_size:
-            self.samples.made += batch_size
-        elif self.weighs_samples:
-            raise ConfigError(
-                f"weight={SAMPLES!r} counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer "
-                "that calls step() itself, use its class from averaging.integrations"
-            )
-
     def _weigh(self, options: RoundOptions, topic: Topic) -> None:
         if "weight" not in options:
-            options["weight"] = self.weight_of(topic)
-            if self.weighs_samples:
-                options.setdefault("gather", self.unit)
-
-    @property
-    def unit(self) -> dict[str, str]:
-        """What `gather` says of the unit of this peer's weight: nothing of a number."""
-        return {"unit": SAMPLES} if self.weighs_samples else {}
-
-    def weight_of(self, topic: Topic) -> float:
-        """Weight of this peer in the next round of a topic; all ranks of a site call it."""
-        if not self.weighs_samples:
-            return self._weight
-        name = topic.schema.topic
-        return max(LEAST_SAMPLES, float(sum(self.site.all_gather(lambda: self.samples.waiting(name)))))
+            options["weight"] = self.weights.of(topic)
+            if self.weights.counts_samples:
+                options.setdefault("gather", self.weights.unit)
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The optimizer's statistics in the shape of their parameter, such as momentum, by name; without `step`."""
@@ -479,10 +373,10 @@ class StrategyContext:
                 return self.receipt_of(self.begin(topic, after=after, **options))
             self.check_tensors()
             self._weigh(options, averaged)
-            made = self.samples.made
+            made = self.weights.made
             receipt = self.thread.run(self._round(topic, options, after))
             if receipt.averaged:
-                self.samples.averaged[averaged.schema.topic] = made
+                self.weights.averaged[averaged.schema.topic] = made
         return self._report(receipt)
 
     def _has_parameters(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -501,7 +395,7 @@ class StrategyContext:
         averaged = topic or self._model_topic
         pending = PendingRound(self.site, averaged.tensors.tensors, self._begun)
         self._begun += 1
-        pending.samples = averaged.schema.topic, self.samples.made
+        pending.samples = averaged.schema.topic, self.weights.made
         self._weigh(options, averaged)
         self.check_tensors()
         if self.site.owns:
@@ -530,7 +424,7 @@ class StrategyContext:
         receipt = end_of(pending, self.thread)
         if receipt.averaged:
             topic, made = pending.samples
-            self.samples.averaged[topic] = made
+            self.weights.averaged[topic] = made
         return self._report(receipt, may_fail=may_fail)
 
     def _round(
@@ -544,7 +438,7 @@ class StrategyContext:
         # One declaration, and another one for each group bit that may have to be dropped.
         seconds = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
         chosen: RoundOptions = {
-            "weight": self.weight,
+            "weight": self.weights.number,
             "start_size": expected.start_size,
             "search_timeout": lambda seen: seconds if self._may_come(expected, seen) else 0.0,
         }
@@ -553,7 +447,7 @@ class StrategyContext:
         chosen.update(options)
         chosen["expected_peers"] = expected.peers
         chosen["gather"] = self.counters.added_to(options.get("gather"))  # in the training thread, which counts
-        chosen["drift"] = self.drift.comparison(options.get("drift"), self.since)
+        chosen["drift"] = self.drift.comparison(options.get("drift"))
         if shard is not None and pending is not None:
             chosen["confirm"] = pending.confirm
             chosen["gather"] = wrapped(shard.site, pending.number, chosen["gather"])
@@ -588,16 +482,6 @@ class StrategyContext:
         values = list(tensors.values())
         own = fingerprint_of(values, moment, number)
         return DriftCheck(own, list(tensors), tolerance=tolerance_of(values))
-
-    def digest(self) -> str:
-        """Digest of what is averaged, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
-        with self.peer.tensors() as tensors:
-            return self.parts.joint(lambda: digest_of_tensors(tensors))
-
-    def measure_parts(self) -> None:
-        """Sets the digests of all that the model computes with: parameters, buffers, and what is not trained."""
-        with self.peer.tensors():
-            self.parts.measure_all()
 
     def warn_of_others(self) -> None:
         """See `ModelParts.warn_of_others`."""

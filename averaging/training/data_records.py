@@ -14,17 +14,7 @@ logger = logging.getLogger("averaging.data")
 
 
 class DataRecords:
-    """The records of the peers under the key `RUN.data`. Made once for each peer, in the training thread.
-
-    Args:
-        peer: the peer of this rank, which leads its site.
-        thread: thread in which the peer runs.
-
-    Attributes:
-        endpoint: this peer.
-        holders: peers whose address is called now and then, to notice sooner that they are gone. Set it while this peer
-            waits for them.
-    """
+    """The records of the peers under the key `RUN.data`. Made once for each peer, in the training thread."""
 
     def __init__(self, peer: Peer, thread: EventLoopThread) -> None:
         self._peer, self._thread = peer, thread

@@ -7,7 +7,7 @@ import logging
 import operator
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,7 +29,7 @@ from averaging.protocol import (
     shorten,
 )
 from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt
-from averaging.training.optimizer_state import HYPERPARAMETERS
+from averaging.training.optimizer_state import HYPERPARAMETERS, GroupProgress
 from averaging.training.site import Site
 
 logger = logging.getLogger("averaging.training")
@@ -48,12 +48,9 @@ NO_HYPERPARAMETERS = frozenset({"self", "params", "foreach", "fused", "capturabl
 """Arguments of optimizers that are no hyperparameters, or choose how a step is computed, not what."""
 
 DRIFT_ADVICE = (
-    "give all peers the same hyperparameters and scheduler, and write no parameters at one peer alone; "
-    "on_drift='adopt' takes over what most peers have"
+    "give all peers the same hyperparameters and scheduler, and write no parameters at one peer alone; a peer that is "
+    "started again takes over the state of the run"
 )
-
-MAX_DRIFT = 1024
-"""Differences that are remembered, so that each is logged once."""
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """By dtype, the relative difference of tensors up to which unequal machines may have caused it by rounding."""
@@ -141,62 +138,43 @@ def _sketch(piece: np.ndarray, tensor: torch.Tensor) -> float:
     return float(sampled @ _SIGNS[: sampled.size]) / norm + float(np.log(norm))
 
 
-class HyperparameterReader:
-    """Reads the hyperparameters of optimizers by name: arguments of the constructor that the parameter groups hold.
+class DriftMonitor:
+    """Compares a peer with the members of its rounds, and warns once of each difference.
 
-    So neither what a scheduler or the user keeps in a group, nor what the optimizer counts there, is among them. A
-    tensor on a device is left out, since reading it would stop that device.
-
-    Args:
-        optimizer: the inner optimizer.
-        progress: the keys that it changes itself.
-
-    Attributes:
-        optimizers: optimizers by the prefix of their names; a strategy adds its own.
+    Hyperparameters are the arguments of the optimizers' constructors that the parameter groups hold. So neither what a
+    scheduler or the user keeps in a group, nor what the optimizer counts there, is among them. A tensor on a device is
+    left out, since reading it would stop that device.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, progress: Callable[[], Collection[str]]) -> None:
-        self.optimizers = {"": optimizer}
-        self._progress = progress
+    def __init__(self, site: Site, optimizer: torch.optim.Optimizer, progress: GroupProgress) -> None:
+        self._site, self._progress = site, progress
+        self.optimizers = {"": optimizer}  # by the prefix of their names; a strategy adds its own
+        self.since = 0  # 0 if this peer began with its own parameters; else 1 + its local step at its last takeover
+        self._log = HyperparameterLog()
+        self._logged: set[Drift] = set()
         self._seen: list[object] = []
         self._read: Hyperparameters = {}
 
-    def read(self) -> Hyperparameters:
-        """The present ones, computed only if a value was replaced since the last call."""
-        seen: list[object] = list(self._progress())
+    def note_hyperparameters(self, step: int) -> None:
+        """Notes the hyperparameters that are used at a step.
+
+        Args:
+            step: local step; a strategy whose peers make all steps together passes the global step.
+        """
+        seen: list[object] = list(self._progress.keys)
         for optimizer in self.optimizers.values():
             names = _arguments(type(optimizer).__mro__)
             seen += [value for group in optimizer.param_groups for name, value in group.items() if name in names]
+        # Most steps use the same values, and reading them takes longer than to see that none was replaced.
         unchanged = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
         if not unchanged or any(isinstance(value, torch.Tensor | list) for value in seen):
-            self._seen, self._read = seen, self._present()
-        return self._read
+            self._seen, self._read = seen, self._hyperparameters()
+        self._log.record(step, self._read)
 
-    def adopt(self, right: Mapping[str, tuple[Value, ...] | bytes]) -> list[str]:
-        """Sets those hyperparameters that have other values at other peers. Returns their names.
-
-        Args:
-            right: values as `Fingerprint.hyperparameters` has them; untrusted. Only those of the same type are taken.
-        """
-        changed = []
-        own = self._present()
-        for prefix, optimizer in self.optimizers.items():
-            groups = optimizer.param_groups
-            for name in groups[0]:
-                column = right.get(f"{prefix}{name}")
-                if f"{prefix}{name}" not in own or not isinstance(column, tuple) or len(column) not in (1, len(groups)):
-                    continue
-                for number, group in enumerate(groups):
-                    value = column[min(number, len(column) - 1)]
-                    if _fits(value, group[name]) and _value(group[name]) != value:
-                        _set(group, name, value)
-                        changed.append(f"{prefix}{name}")
-        return list(dict.fromkeys(changed))
-
-    def _present(self) -> dict[str, tuple[Value, ...]]:
+    def _hyperparameters(self) -> Hyperparameters:
         columns: dict[str, tuple[Value, ...]] = {}
         for prefix, optimizer in self.optimizers.items():
-            names = _arguments(type(optimizer).__mro__) - (set() if prefix else set(self._progress()))
+            names = _arguments(type(optimizer).__mro__) - (set() if prefix else self._progress.keys)
             groups = optimizer.param_groups
             columns[f"{prefix}optimizer"] = (type(optimizer).__name__[:MAX_NAME],)
             for name in [name for name in groups[0] if name in names]:
@@ -205,59 +183,25 @@ class HyperparameterReader:
                     columns[f"{prefix}{name}"] = column[:1] if column.count(column[0]) == len(column) else column
         return columns
 
-
-class DriftMonitor:
-    """Compares a peer with the members of its rounds, and warns once of each difference.
-
-    Args:
-        site: the processes that train this copy of the model.
-        hyperparameters: reader of those that the peers should have in common.
-    """
-
-    def __init__(self, site: Site, hyperparameters: HyperparameterReader) -> None:
-        self._site, self._hyperparameters = site, hyperparameters
-        self._log = HyperparameterLog()
-        self._comparison = DriftCheck(Fingerprint())  # of the last round
-        self._logged: set[Drift] = set()
-
-    def note_hyperparameters(self, step: int) -> None:
-        """Notes the hyperparameters that are used at a step.
-
-        Args:
-            step: local step; a strategy whose peers make all steps together passes the global step.
-        """
-        self._log.record(step, self._hyperparameters.read())
-
-    def comparison(self, check: DriftCheck | None, since: int) -> DriftCheck:
+    def comparison(self, check: DriftCheck | None) -> DriftCheck:
         """What is compared in a round: what the strategy compares, and the hyperparameters of the last step."""
         check = check or DriftCheck(Fingerprint())
         step, values = self._log.latest()
-        own = replace(check.own, since=since, step=step, hyperparameters=shorten(values))
-        self._comparison = replace(check, own=own, log=self._log)
-        return self._comparison
+        own = replace(check.own, since=self.since, step=step, hyperparameters=shorten(values))
+        return replace(check, own=own, log=self._log)
 
     def log(self, receipt: Receipt) -> None:
         """Logs the differences between the members of a group that should be equal."""
         if receipt.averaged and not receipt.drift:
             self._logged.clear()
         for drift in receipt.drift:
-            same = {replace(drift, value="", expected="", size=None)}  # values may change with each step
-            if self._site.leads and not same <= self._logged:
+            same = replace(drift, value="", expected="", size=None)  # values may change with each step
+            if self._site.leads and same not in self._logged:
                 rounding = drift.kind is DriftKind.ROUNDING
                 whose = " (this peer)" if drift.endpoint == receipt.endpoint else ""
                 advice = "" if rounding else f"; {DRIFT_ADVICE}"
                 logger.log(logging.INFO if rounding else logging.WARNING, "drift: %s%s%s", drift, whose, advice)
-            if len(self._logged) < MAX_DRIFT:
-                self._logged |= same
-
-    def adopt_hyperparameters(self) -> tuple[list[str], tuple[str, ...]]:
-        """Takes over the hyperparameters of the members from which this peer differed in its last round.
-
-        Returns:
-            The names of those that were changed, and the members that hold the right tensors; none if this peer does.
-        """
-        right, donors = self._site.broadcast_from_leader(lambda: (self._comparison.right, self._comparison.donors))
-        return self._hyperparameters.adopt(right), donors
+            self._logged.add(same)
 
 
 _UNREADABLE = "\0"
@@ -282,23 +226,3 @@ def _value(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     return value[:MAX_NAME] if isinstance(value, str) else _UNREADABLE
-
-
-def _fits(value: object, present: object) -> bool:
-    """Whether a value from a peer can take the place of the present one."""
-    present = _value(present)
-    if isinstance(value, tuple) and isinstance(present, tuple):
-        return len(value) == len(present) and all(map(_fits, value, present))
-    if isinstance(present, bool) or isinstance(value, bool) or present is None:
-        return type(value) is type(present)
-    if isinstance(present, int | float):
-        return isinstance(value, int | float) and bool(np.isfinite(value))
-    return type(value) is type(present)
-
-
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    present = group[name]
-    if isinstance(present, torch.Tensor):
-        present.fill_(value)
-    else:
-        group[name] = list(value) if isinstance(present, list) and isinstance(value, tuple) else value

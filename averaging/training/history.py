@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 from averaging.common import is_count, is_number, pack, unpack
 from averaging.errors import StateError
@@ -24,6 +25,10 @@ MAX_REMEMBERED = 1024
 """Earlier lineages of its own that a peer remembers."""
 
 
+ALONE = 1
+"""What earlier releases read where they announced what a peer had made of its history."""
+
+
 class Stage(IntEnum):
     """Stage of a peer's training. The numbers are part of its progress record."""
 
@@ -37,17 +42,6 @@ class Stage(IntEnum):
     """It announces the digest of its weights."""
     COMPARED = 4
     """It has the digests of all peers that end with it."""
-
-
-class Made(IntEnum):
-    """What a peer has made of the history that it announces. The numbers are part of its progress record."""
-
-    NOTHING = 0
-    """It has taken over the state of a peer, and made no step since."""
-    ALONE = 1
-    """It has begun the run, or loaded a checkpoint, or made steps alone."""
-    TOGETHER = 2
-    """It has made steps of this run together with other peers."""
 
 
 class Rank(IntEnum):
@@ -140,14 +134,6 @@ class History:
         same = self.origin.id == other.origin.id
         return self.includes(other) or (same and self.step - other.step > len(self.trail))
 
-    def before(self, steps: int) -> History | None:
-        """The history so many steps ago, but its samples are not known; None if the trail does not go back so far."""
-        if not steps:
-            return self
-        if steps > len(self.trail):
-            return None
-        return History(self.step - steps, 0.0, self.trail[-steps], self.origin, self.trail[:-steps])
-
     @property
     def phase(self) -> str:
         return f"{self.step}-{self.lineage or self.origin.id}"
@@ -195,7 +181,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of one peer.
+    """The progress that one peer announces.
 
     Attributes:
         history: origin of the run, and its steps.
@@ -205,16 +191,13 @@ class Progress:
         stage: stage of its training.
         digest: digest of its weights, once the training has ended.
         rate: local steps or samples per second, see `StepRate`; None if unknown.
-        made: what this peer has made of the history. A peer of an older version does not say and counts as one.
         parts: digests of the parts of its model, see `ModelParts`; while it trains only of what does not change.
         moment: moment of the run's clock at which it expects to average next, in seconds since the epoch; 0 if it has
             made no step yet, so that nobody waits for it; None if it counts steps.
-        terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`. A peer of an
-            older version names none.
+        terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`.
         late: step of the round to which it waits to contribute although it has missed rounds; None if it does not.
             Without a quorum, the step whose state it downloads, having been behind after its last download, too: the
-            others put off their next step. Without global steps, the number of rounds that its parameters hold.
-        missed: number of the last steps of the history that it has taken over, if it has made the ones before.
+            others put off their next step.
     """
 
     history: History
@@ -224,46 +207,40 @@ class Progress:
     stage: Stage = Stage.TRAINING
     digest: str = ""
     rate: float | None = None
-    made: Made = Made.ALONE
     parts: Mapping[str, str] = field(default_factory=dict)
     moment: float | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
     late: int | None = None
-    missed: int = 0
-
-    @property
-    def made_history(self) -> History | None:
-        return self.history.before(self.missed) if self.made or self.missed else None
 
     def pack(self) -> bytes:
-        """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
-        ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
-        says_terms = self.terms or self.late is not None
-        ends += [dict(self.parts)] if self.parts or says_terms else []
-        ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if says_terms else []
-        ends += [self.late] if says_terms and (self.late is not None or self.missed) else []
-        ends += [self.missed] if self.terms and self.missed else []
-        return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
+        """For a record in discovery; `receipts.status.INDEX` is the place of the rate in it."""
+        history, trail = self.history.pack(), self.history.pack_trail()
+        work = [history, self.samples, self.computing, self.donates, int(self.stage), self.digest, self.rate, trail]
+        terms = ",".join(f"{name}={value}" for name, value in self.terms.items())
+        return pack([*work, ALONE, dict(self.parts), self.moment, terms, self.late])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
         """Unpacks what `pack` returned; an implausible rate is ignored. Returns None if `packed` is malformed."""
         try:
-            history, samples, computing, donates, stage, digest, *more = unpack(packed)
-            if not all(is_number(number) and number >= 0 for number in (samples, computing)):
+            items = unpack(packed)
+            match items:
+                case [history, samples, computing, bool(donates), stage, str(digest), rate, trail, _, *more]:
+                    parts, moment, terms, late, *_ = more
+                case _:
+                    return None
+            numbers = (samples, computing, 0.0 if moment is None else moment, 0 if late is None else late)
+            if not all(is_number(number) and number >= 0 for number in numbers) or len(digest) > MAX_LINEAGE:
                 return None
-            if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
-                return None
-            rate = check_rate(more[0]) if more else None
-            known = History.unpack(history, more[1] if len(more) > 1 else b"")
-            made = Made(more[2]) if len(more) > 2 else Made.ALONE
-            parts = _read_parts(more[3]) if len(more) > 3 else {}
-            moment, terms = (_read_moment(more[4]), _read_terms(more[5])) if len(more) > 5 else (None, {})
-            late = more[6] if len(more) > 6 and is_count(more[6]) else None
-            missed = more[7] if len(more) > 7 and is_count(more[7]) and not made else 0
-            ends = Stage(stage), digest, rate, made, parts, moment, terms, late, missed
-            return cls(known, float(samples), float(computing), donates, *ends)
-        except (StateError, ValueError, TypeError):
+            return cls(
+                History.unpack(history, trail),
+                *(float(samples), float(computing), donates, Stage(stage), digest, check_rate(rate)),
+                parts=_read_parts(parts),
+                moment=moment,
+                terms=dict(term.split("=", 1) for term in terms.split(",") if term),
+                late=late,
+            )
+        except (StateError, ValueError, TypeError, AttributeError):
             return None
 
 
@@ -279,25 +256,9 @@ def _unpack_trail(packed: object) -> tuple[str, ...]:
 
 
 def _read_parts(packed: object) -> dict[str, str]:
-    if not isinstance(packed, dict):
-        return {}
-    sound = all(isinstance(text, str) and len(text) <= MAX_LINEAGE for pair in packed.items() for text in pair)
-    return packed if sound else {}
-
-
-MAX_TERMS = 256
-"""Characters of the terms of a peer."""
-
-
-def _read_moment(packed: object) -> float | None:
-    return float(packed) if is_number(packed) and packed >= 0 else None
-
-
-def _read_terms(packed: object) -> dict[str, str]:
-    if not isinstance(packed, str) or len(packed) > MAX_TERMS:
-        return {}
-    pairs = (term.partition("=") for term in packed.split(","))
-    return {name: value for name, separator, value in pairs if separator}
+    if not isinstance(packed, dict) or not all(isinstance(text, str) for pair in packed.items() for text in pair):
+        raise StateError(f"{packed!r:.100} are not the digests of a model")
+    return packed
 
 
 def coming_at(announcements: Mapping[str, bytes], moment: float, interval: float) -> frozenset[str]:
@@ -350,9 +311,13 @@ def any_advanced(target: History, names: Collection[str], announcements: Mapping
     )
 
 
+# Each record is read several times in a step, and changes seldom.
+_read = lru_cache(maxsize=4096)(Progress.unpack)
+
+
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:
     """The progress of each peer by endpoint, in order; a malformed one is left out."""
-    read = {name: Progress.unpack(packed) for name, packed in sorted(announcements.items())}
+    read = {name: _read(packed) for name, packed in sorted(announcements.items())}
     return {name: progress for name, progress in read.items() if progress is not None}
 
 

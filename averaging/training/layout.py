@@ -14,13 +14,7 @@ from averaging.errors import ConfigError, TensorError
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a model is divided between the ranks of a site.
-
-    Attributes:
-        shards: number of shards.
-        shard_of: number of the shard that each rank holds, by rank in the site.
-        name: name of the sharding, such as "4 shards", which all sites of a run have alike; empty without one.
-    """
+    """How a model is divided between the ranks of a site."""
 
     shards: int
     shard_of: tuple[int, ...]
@@ -29,10 +23,6 @@ class ShardLayout:
 
 def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
     """Reads the layout from a model's parameters.
-
-    Args:
-        parameters: the optimizer's parameters by name.
-        size: number of ranks of the site.
 
     Raises:
         ConfigError: the model is divided between other ranks than those of the site.
@@ -129,11 +119,6 @@ def clip(
     tensors: Iterable[torch.Tensor], max_norm: float, joint: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Scales tensors in place so that their joint norm is at most `max_norm`.
-
-    Args:
-        tensors: the tensors.
-        max_norm: limit of their norm.
-        joint: function that returns the norm of all shards, given that of this one; None if they are not divided.
 
     Returns:
         The factor by which they were multiplied, 0-dim.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from averaging.common import listed, pack, unpack, without_wrappers
+from averaging.common import listed, without_wrappers
 from averaging.errors import ConfigError, TensorError
 from averaging.receipts import UNSAVED
 from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite, digest_of_tensors
@@ -50,13 +51,6 @@ class TrainedModel:
     """The parameters and persistent buffers of a model by name, each once, in the model's order.
 
     The names lack the prefixes of wrappers (DistributedDataParallel, torch.compile, FSDP), see `without_wrappers`.
-
-    Args:
-        model: the module that the user gave.
-
-    Attributes:
-        parameters: all parameters, trained and frozen.
-        buffers: the buffers that are in the model's state dict.
 
     Raises:
         ConfigError: it is no module.
@@ -116,9 +110,6 @@ class TrainedModel:
     def check(self, buffers: Collection[str]) -> None:
         """Checks that the model has the same tensors as when this was made.
 
-        Args:
-            buffers: names of the buffers that must be the same; others may be replaced.
-
         Raises:
             TensorError: a parameter, or one of these buffers, was replaced, added or removed.
         """
@@ -141,19 +132,7 @@ class TrainedModel:
 
 
 class ModelParts:
-    """Digests of the parts of a model, by which peers see in which they differ.
-
-    Args:
-        site: the processes that train this copy of the model.
-        model: the model; None if the user did not give it.
-        trained: the parameters that the optimizer trains, by name.
-        buffers: the buffers of the model that the peers have in common, by name.
-
-    Attributes:
-        digests: digest of each part; from the start that of what is not trained, at the end all.
-        of_strategy: the further tensors that the model computes with, which the strategy writes and which may be among
-            those that are not trained; None if there are none.
-    """
+    """Digests of the parts of a model, by which peers see in which they differ."""
 
     def __init__(
         self,
@@ -161,13 +140,20 @@ class ModelParts:
         model: TrainedModel | None,
         trained: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
+        locked: Callable[[], AbstractContextManager[list[torch.Tensor]]],
     ) -> None:
         self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
+        self._locked = locked  # gives the averaged tensors, under their lock
         self.digests: dict[str, str] = {}
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._named: set[tuple[str, str]] = set()  # the parts and peers of which a warning said that they differ
 
-    def joint(self, digest: Callable[[], str]) -> str:
+    def averaged(self) -> str:
+        """Digest of what is averaged, 16 hexadecimal digits; equal at all peers that hold the same bytes."""
+        with self._locked() as tensors:
+            return self._joint(lambda: digest_of_tensors(tensors))
+
+    def _joint(self, digest: Callable[[], str]) -> str:
         """The digest of what all ranks of the site hold; of the ranks with the same shard its owner counts."""
         of_ranks = self._site.all_gather(lambda: (self._site.shard, digest()) if self._site.owns else None)
         of_shard = dict(pair for pair in of_ranks if pair is not None)
@@ -178,23 +164,15 @@ class ModelParts:
     def measure_untrained(self) -> None:
         """Sets the digests of what is not averaged: parameters that the optimizer does not train, unsaved buffers.
 
-        Warns of parameters that have changed, and at the start of buffers that nothing has written.
+        Warns of parameters that have changed.
         """
-        before, is_start = self.digests.get(FROZEN), UNSAVED not in self.digests
+        before = self.digests.get(FROZEN)
         if self._model is None:
             return
         frozen, unsaved = self._model.frozen(self._trained.values()), self._model.unsaved
         for part, tensors in ((FROZEN, frozen), (UNSAVED, unsaved)):
             if tensors:
-                self.digests[part] = self.joint(partial(digest_of, tensors))
-        unwritten = [name for name, buffer in unsaved.items() if _is_unwritten(buffer)]
-        if unwritten and is_start and self._site.leads:
-            logger.warning(
-                "%s with NaN or subnormal numbers, as in memory that nothing has written: %s. After to_empty() compute "
-                "them anew, since no state dict and no other peer has them",
-                UNSAVED,
-                listed(unwritten),
-            )
+                self.digests[part] = self._joint(partial(digest_of, tensors))
         if before not in (None, self.digests.get(FROZEN)) and self.of_strategy is None and self._site.leads:
             logger.warning(
                 "parameters that the optimizer does not train have changed since the start (of %s); they are not "
@@ -203,18 +181,22 @@ class ModelParts:
             )
 
     def measure_all(self) -> None:
-        """Sets the digests of all that the model computes with. The caller holds the tensors' lock."""
+        """Sets the digests of all that the model computes with: parameters, buffers, and what is not trained."""
+        with self._locked():
+            self._measure_all()
+
+    def _measure_all(self) -> None:
         self.measure_untrained()
         buffers = self._buffers if self._model is None else self._model.present_buffers
         plain = {name.removeprefix(BUFFER): buffer for name, buffer in sorted(buffers.items())}
         # By number, since a peer that was made without the model has no names for them.
         numbered = {str(number): local(parameter) for number, parameter in enumerate(self._trained.values())}
-        self.digests["parameters"] = self.joint(lambda: digest_of(numbered))
+        self.digests["parameters"] = self._joint(lambda: digest_of(numbered))
         if self.of_strategy is not None:
             further = dict(self.of_strategy())
-            self.digests["tensors of the strategy"] = self.joint(lambda: digest_of(further))
+            self.digests["tensors of the strategy"] = self._joint(lambda: digest_of(further))
         if plain:
-            self.digests["buffers"] = self.joint(lambda: digest_of(plain))
+            self.digests["buffers"] = self._joint(lambda: digest_of(plain))
 
     def warn_of_others(self, announcements: Mapping[str, bytes]) -> None:
         """Warns of peers that have other values in what is not averaged, once of each."""
@@ -238,14 +220,6 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
         values = "".join(digest_of_tensors([part]) for part in _plain_parts(tensor.detach()))
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{values}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
-
-
-def _is_unwritten(buffer: torch.Tensor) -> bool:
-    """Whether a buffer has NaN or subnormal numbers, which no constant of a model has, but memory often."""
-    if not buffer.is_floating_point() or buffer.dtype not in AVERAGED_DTYPES.values():
-        return False
-    sizes = [part.abs() for part in _plain_parts(buffer.detach()) if part.is_floating_point()]
-    return any(bool((size.isnan() | ((size > 0) & (size < torch.finfo(size.dtype).tiny))).any()) for size in sizes)
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -340,12 +314,7 @@ def _names(optimizer: torch.optim.Optimizer, model: TrainedModel | None) -> list
 
 @dataclass(frozen=True, slots=True)
 class ModelBuffers:
-    """The buffers of a model by name, with the prefix `buffer/`, so that they differ from parameters.
-
-    Attributes:
-        averaged: floating-point buffers.
-        shared: other buffers, which newcomers get as well.
-    """
+    """The buffers of a model by name, with the prefix `buffer/`, so that they differ from parameters."""
 
     averaged: dict[str, torch.Tensor]
     shared: dict[str, torch.Tensor]
@@ -353,11 +322,6 @@ class ModelBuffers:
 
 def named_buffers(given: Any, model: TrainedModel | None = None) -> ModelBuffers:
     """The buffers that peers have in common.
-
-    Args:
-        given: the buffers by name, as the user gave them; None for all those of the model that can be averaged or sent,
-            which leaves out constants with infinity, such as masks.
-        model: gives the names of its buffers.
 
     Raises:
         ConfigError: `given` is not a mapping of names to tensors.
@@ -425,23 +389,19 @@ def _check_writable(what: str, tensor: torch.Tensor) -> None:
 
 
 KEY = "counters"
-"""Key of the packed values in a member's `gather`. The rest of the map is what the strategy sends."""
+"""Key of the values in a member's `gather`, behind a digest of their names. The rest of the map is the strategy's."""
 
 MAX_EACH, MAX_ALL = 1024, 2048
 """Elements of one counter, and of all: `gather` has room for 64 KiB. Larger buffers are tables rather than counts."""
 
 MAX_VALUE = 2**53
-"""Larger values of others are ignored, so that no member can make a counter overflow."""
+"""Largest value that is taken, so that no counter overflows."""
 
 KINDS = (torch.int64, torch.int32, torch.int16)
 
 
 class Counters:
-    """The counters among the buffers that are not averaged, paired by their names.
-
-    Args:
-        buffers: all of these, by name, in any order.
-    """
+    """The counters among the buffers that are not averaged; members with the same names are compared."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
         self._named: dict[str, torch.Tensor] = {}
@@ -452,7 +412,6 @@ class Counters:
                 left -= buffer.numel()
         names = "".join(f"{name}\0{buffer.numel()}\0" for name, buffer in self._named.items())
         self._digest = xxhash.xxh3_64_intdigest(names.encode(errors="surrogatepass")) & (MAX_VALUE - 1)
-        self._warned = False
 
     def __bool__(self) -> bool:
         return bool(self._named)
@@ -462,24 +421,19 @@ class Counters:
         if not self or not (gather is None or isinstance(gather, dict)):
             return gather  # the application chose another form
         values = [value for counter in self._named.values() for value in counter.reshape(-1).tolist()]
-        return {**(gather or {}), KEY: pack([self._digest, *values])}
+        return {**(gather or {}), KEY: [self._digest, *values]}
 
     @torch.no_grad()
     def take_largest(self, gathered: Iterable[Any]) -> None:
-        """Raises each counter to the largest value that a member has sent.
-
-        Malformed values are ignored, and those of counters with other names, with one warning.
-        """
+        """Raises each counter to the largest value that a member has sent; malformed ones are ignored."""
         sizes = [counter.numel() for counter in self._named.values()]
-        received = [values for gather in gathered if (values := _values_in(gather))]
-        sent = [values for digest, *values in received if digest == self._digest and len(values) == sum(sizes)]
-        if any(digest != self._digest for digest, *_ in received) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "a member of the group has other integer buffers than this peer (%s), so their largest values are not "
-                "taken; use the same model at all peers",
-                listed([name.removeprefix("buffer/") for name in self._named]),
-            )
+        sent = [
+            values
+            for user in gathered
+            if isinstance(user, dict) and isinstance(numbers := user.get(KEY), list) and len(numbers) == 1 + sum(sizes)
+            for digest, *values in [numbers]
+            if digest == self._digest and all(type(value) is int and abs(value) <= MAX_VALUE for value in values)
+        ]
         if not sent:
             return
         largest = torch.split(torch.tensor(sent, dtype=torch.int64).amax(0), sizes)
@@ -489,19 +443,6 @@ class Counters:
 
 
 def without_counters(gathered: Any) -> Any:
-    if not isinstance(gathered, dict) or not isinstance(gathered.get(KEY), bytes):
+    if not isinstance(gathered, dict) or KEY not in gathered:
         return gathered
     return {key: value for key, value in gathered.items() if key != KEY} or None
-
-
-def _values_in(gathered: Any) -> list[int]:
-    """The digest of the names and the values that a member has sent; empty if they are malformed or too large."""
-    packed = gathered.get(KEY) if isinstance(gathered, dict) else None
-    try:
-        values = unpack(packed) if isinstance(packed, bytes) else []
-    except ValueError:
-        return []
-    if not isinstance(values, list) or len(values) > MAX_ALL + 1:
-        return []
-    sound = all(type(value) is int and abs(value) <= MAX_VALUE for value in values)
-    return values if sound else []

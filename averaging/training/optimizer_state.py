@@ -42,12 +42,6 @@ class GroupProgress:
 
     All other keys are hyperparameters, which belong to the user. Before the first step is seen, as after a checkpoint,
     a number that differs from its default is progress, too, if no constructor has an argument of that name.
-
-    Args:
-        optimizer: any object with `param_groups` and `step`.
-
-    Attributes:
-        keys: the keys that have changed in a step, or were received as progress.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,10 +80,6 @@ class GroupProgress:
 
 def merged(groups: Groups, progress: object) -> Groups:
     """Parameter groups with the progress of another optimizer of the same kind.
-
-    Args:
-        groups: parameter groups of this peer's optimizer; not changed.
-        progress: what `GroupProgress.values` returned there; untrusted.
 
     Raises:
         StateError: it does not fit these groups.

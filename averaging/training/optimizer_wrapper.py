@@ -122,11 +122,11 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
 
     @property
     def weight(self) -> float | str:
-        return "samples" if self._training.weighs_samples else self._training.weight
+        return "samples" if self._training.weights.counts_samples else self._training.weights.number
 
     @weight.setter
     def weight(self, weight: float | str) -> None:
-        self._training.set_weight(weight)
+        self._training.weights.set(weight)
 
     def check_tensors(self) -> None:
         """Checks that the averaged tensors are the trained ones, as every `step` does.

@@ -45,12 +45,6 @@ class ParameterCopies:
 
     An optimizer that steps a float32 copy of a bfloat16 parameter, and then overwrites the parameter, would undo what a
     round has written to it.
-
-    Args:
-        optimizer: the inner optimizer.
-        parameters: its parameters by name, in its order.
-        masters: returns the copies, one for each parameter in that order; if None, those under `MASTER` in the
-            optimizer's state.
     """
 
     def __init__(
@@ -135,10 +129,6 @@ class WeightModes:
     Its steps and all rounds use the training weights. While the evaluation weights are in the model, a copy of the
     training weights is kept: the optimizer would compute them back with rounding errors, and a peer that evaluates
     would differ from one that does not.
-
-    Args:
-        optimizer: any optimizer; if it has no modes, nothing here has an effect.
-        lock: the tensors' lock, see `Peer.tensors`.
     """
 
     def __init__(self, optimizer: Any, lock: Callable[[], AbstractContextManager[object]]) -> None:

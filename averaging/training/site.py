@@ -35,17 +35,7 @@ STATUS_SECONDS = 0.25
 
 
 class Site:
-    """A site of one process, which decides alone.
-
-    Attributes:
-        rank: rank of this process in the site.
-        size: number of ranks.
-        shard: number of this rank's shard.
-        shards: number of shards into which the model is divided.
-        leads: whether this rank is asked where ranks could decide differently.
-        owns: whether this rank owns a peer.
-        layout: how the model is divided; empty if every rank holds all of it.
-    """
+    """A site of one process, which decides alone."""
 
     rank, size = 0, 1
     shard, shards = 0, 1
@@ -105,14 +95,7 @@ NO_STATUS = LeaderStatus(frozenset(), None, 0, False)
 
 
 class LeaderStatusRelay:
-    """Keeps what the leader of a site tells the other ranks along with its answers, so that it is alike everywhere.
-
-    Args:
-        read: function that returns the leader's status; called at the leader.
-
-    Attributes:
-        last: what was told last.
-    """
+    """Keeps what the leader of a site tells the other ranks along with its answers, so that it is alike everywhere."""
 
     def __init__(self, read: Callable[[], LeaderStatus]) -> None:
         self._read = read
@@ -136,11 +119,6 @@ class ProcessGroupSite(Site):
     """A site whose ranks are those of a process group.
 
     Every method is collective: all ranks call it, in the same order.
-
-    Args:
-        group: the process group.
-        parameters: the model's parameters by name; DTensor placements define the shards.
-        relay: what is told along with the leader's answers.
 
     Raises:
         ConfigError: torch.distributed is not initialized, or this process is not in the group.
@@ -298,11 +276,6 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
     A rank that leads no site, but owns a peer, joins through the leader as well. It listens at the port of `listen`
     plus the number of its shard, unless that is 0, and keeps a file of receipts of its own. The ports of direct
     connections and of metrics are chosen likewise.
-
-    Args:
-        config: the options of the site.
-        site: the rank's site.
-        leader: endpoint of the leader.
     """
     if site.leads:
         return config
@@ -331,9 +304,6 @@ def described(config: PeerConfig, **further: object) -> dict[str, str]:
 
 def check_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
     """Checks that all ranks of a site were started alike.
-
-    Args:
-        descriptions: those of `described`, in the order of the ranks.
 
     Raises:
         ConfigError: two ranks differ; the message names the first difference.

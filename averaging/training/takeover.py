@@ -51,12 +51,7 @@ def of_each_shard(site: Site, work: Callable[[], T]) -> dict[int, T | Exception]
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """The result of one shard's round, which is not adopted yet.
-
-    Attributes:
-        group_id: the group's public id.
-        rounds: the sites in the group, and which round of each it was; None for a site of an older version.
-    """
+    """The result of one shard's round, which is not adopted yet."""
 
     group_id: bytes
     rounds: Mapping[str, int | None]
@@ -68,11 +63,6 @@ class PendingRound:
     If the model is divided, the result of a shard is adopted only if the rounds of all shards have one, with the same
     sites in the same of their rounds: a site whose round has failed may average more samples in its next one, while
     another shard of this site still waits for it. So the round waits for a verdict once it has its result.
-
-    Args:
-        site: the site; a rank that owns no peer has no round of its own.
-        tensors: what is averaged.
-        number: number of the site's rounds before, the same at all ranks.
     """
 
     def __init__(self, site: Site, tensors: Sequence[torch.Tensor], number: int) -> None:
@@ -251,20 +241,13 @@ def unwrapped(gathered: Any) -> Any:
 
 
 class BackgroundDownload:
-    """A download of the run's state while this peer trains.
-
-    Attributes:
-        donors: endpoints that are asked.
-        began: time of its beginning, in seconds of a monotonic clock.
-        delivering: whether a donor has started to send a state that was accepted so far.
-    """
+    """A download of the run's state while this peer trains."""
 
     def __init__(self, donors: Sequence[str], began: float) -> None:
         self.donors, self.began = tuple(donors), began
         self.delivering = False
         self.result: SignalSafeFuture[FetchedState] = SignalSafeFuture()
-        self.task: asyncio.Task[Any] | None = None  # used by the peer's thread only
-        self.started = asyncio.Event()  # also used by the peer's thread only; set together with `delivering`
+        self.started, self.ended = asyncio.Event(), asyncio.Event()  # used by the peer's thread only
 
     def done(self) -> bool:
         return self.result.done()
@@ -294,15 +277,7 @@ class _Source:
 
 
 class StateTakeover:
-    """Downloads the state of the run, and takes it over at all ranks of a site.
-
-    Args:
-        site: the processes that train this copy of the model.
-        peer: the peer of this rank.
-        thread: thread in which the peer runs.
-        state: the state besides the averaged tensors.
-        clock: monotonic clock of the training, in seconds.
-    """
+    """Downloads the state of the run, and takes it over at all ranks of a site."""
 
     def __init__(
         self, site: Site, peer: Peer, thread: EventLoopThread, state: SharedState, clock: Callable[[], float]
@@ -314,13 +289,7 @@ class StateTakeover:
     def fetch(
         self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None] | None = None
     ) -> BackgroundDownload:
-        """Begins to download this rank's part of the state of the first of `donors` that delivers one.
-
-        Args:
-            donors: endpoints of peers; in a site those of the leaders of sites.
-            check: function that gets the strategy's part of the state as soon as a donor starts to send; it raises
-                StateError if the state is not wanted, and then the next donor is asked. With None any state is.
-        """
+        """Begins to download this rank's part of the state of the first of `donors` that delivers one."""
         fetch = BackgroundDownload(donors, self._clock())
         if self._site.owns:
             fetch.result = self._thread.start(self._download(fetch, check))
@@ -329,7 +298,15 @@ class StateTakeover:
     async def _download(
         self, fetch: BackgroundDownload, check: Callable[[Mapping[str, Any]], None] | None
     ) -> FetchedState:
-        fetch.task = asyncio.current_task()
+        try:
+            return await self._fetched(fetch, check)
+        finally:
+            fetch.started.set()
+            fetch.ended.set()
+
+    async def _fetched(
+        self, fetch: BackgroundDownload, check: Callable[[Mapping[str, Any]], None] | None
+    ) -> FetchedState:
         shard = self._peer.shard
         donors = list(fetch.donors) if shard is None else await shard.endpoints_of(fetch.donors)
         if check is not None:  # a peer that announces much may offer nothing
@@ -348,22 +325,15 @@ class StateTakeover:
         self.rate = size / max(1e-3, self._clock() - fetch.began)
         return fetched
 
-    def wait(self, fetches: Sequence[BackgroundDownload], seconds: float | None) -> None:
-        """Waits until one of them ends, or starts to deliver if it did not yet; at most for `seconds`."""
+    def wait(self, fetch: BackgroundDownload, seconds: float | None) -> None:
+        """Waits until a download ends, or starts to deliver if it did not yet; at most for `seconds`."""
 
         async def wait() -> None:
-            started = [asyncio.create_task(fetch.started.wait()) for fetch in fetches if not fetch.delivering]
-            ends = [fetch.task for fetch in fetches if fetch.task is not None]
-            try:
-                await asyncio.wait([*ends, *started], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for waiting in started:
-                    waiting.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await (fetch.ended if fetch.delivering else fetch.started).wait()
 
         self._thread.run(wait())
-
-    def cancel(self, fetch: BackgroundDownload) -> None:
-        self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
 
     def receive(self, fetch: BackgroundDownload) -> Mapping[str, Any]:
         """Waits for a download and returns the strategy's part of the state.

@@ -75,12 +75,7 @@ SCHEDULED = ("lr", "momentum", "betas")
 
 
 class SchedulerDriver:
-    """Keeps a scheduler at the step of its run, which may also be an earlier one: that of another origin.
-
-    Args:
-        scheduler: made from `optimizer`, and not stepped yet.
-        optimizer: the inner optimizer.
-    """
+    """Keeps a scheduler at the step of its run, which may also be an earlier one: that of another origin."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
         self._scheduler, self._optimizer = scheduler, optimizer
@@ -126,45 +121,20 @@ def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
 logger = logging.getLogger("averaging.training")
 
 
-MAX_STEPS = 10_000_000
-"""Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
-
-
 class StrategyState(Protocol):
-    """The part of a strategy that its state needs."""
+    """The part of a strategy that its state needs, see `averaging.Strategy`."""
 
     history: History
 
-    def schedule(self, training: StrategyContext) -> int:
-        """Number of steps that a scheduler driven by the averager must have made by now."""
-
-    def joined(self, training: StrategyContext) -> None:
-        """Called when a checkpoint was loaded."""
-
-    def announced_history(self, training: StrategyContext) -> History:
-        """The history with which other peers compare theirs."""
-
-    def state(self) -> ExtraState:
-        """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
-
-    def parameter_of(self, name: str) -> str | None:
-        """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
-
-    def check(self, user: Mapping[str, Any]) -> None:
-        """Raises StateError if a state with these numbers cannot be loaded, before its tensors are downloaded."""
-
-    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads what `state` returned, here or at another peer.
-
-        Raises:
-            StateError: it is malformed; nothing was changed.
-        """
-
-    def own_state(self) -> Mapping[str, torch.Tensor]:
-        """Tensors (not copied) that this peer's checkpoints need as well, but no newcomer gets; by name."""
-
-    def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none."""
+    def schedule(self, training: StrategyContext) -> int: ...
+    def joined(self, training: StrategyContext) -> None: ...
+    def announced_history(self, training: StrategyContext) -> History: ...
+    def state(self) -> ExtraState: ...
+    def parameter_of(self, name: str) -> str | None: ...
+    def check(self, user: Mapping[str, Any]) -> None: ...
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None: ...
+    def own_state(self) -> Mapping[str, torch.Tensor]: ...
+    def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
 class TrainingState:
@@ -172,15 +142,6 @@ class TrainingState:
 
     `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread when that commits a
     state. All other methods are called in the training thread.
-
-    Args:
-        training: has the optimizer, the buffers that are not averaged, and the step counter.
-        strategy: strategy of the averager.
-        scheduler: function that makes a scheduler of the inner optimizer; None without one.
-        max_steps: a state that claims more steps is refused.
-
-    Attributes:
-        scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
 
     Raises:
         ConfigError: the scheduler cannot be driven.
@@ -191,9 +152,8 @@ class TrainingState:
         training: StrategyContext,
         strategy: StrategyState,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-        max_steps: int,
     ) -> None:
-        self._training, self._strategy, self._max_steps = training, strategy, max_steps
+        self._training, self._strategy = training, strategy
         self.scheduler = None if scheduler is None else make_scheduler(scheduler, training.optimizer)
         self._driver = None if self.scheduler is None else SchedulerDriver(self.scheduler, training.optimizer)
 
@@ -226,8 +186,7 @@ class TrainingState:
         """Checks what a state holds besides its tensors, before these are downloaded.
 
         Raises:
-            StateError: it is malformed, belongs to another strategy, claims more than `max_steps`, or has a number that
-                is NaN or infinite.
+            StateError: it is malformed, belongs to another strategy, or has a number that is NaN or infinite.
         """
         if "optimizer" not in user:
             return
@@ -238,14 +197,11 @@ class TrainingState:
             raise StateError(f"its strategy is {strategy!r:.100}")
         self._check_kind(strategy)
         self._strategy.check(strategy)
-        steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
+        if "history" in strategy:
+            History.unpack(strategy["history"])
         refuses = self._training.peer.config.non_finite is NonFinite.REFUSE
         if refuses and not all_numbers_finite(user["optimizer"], strategy):
             raise StateError("a number in it is NaN or infinite; non_finite='allow' takes it over")
-        if steps > self._max_steps:
-            raise StateError(
-                f"it claims {steps} steps, but max_steps is {self._max_steps}; raise max_steps if the claim is true"
-            )
 
     def take_over(self, state: State) -> None:
         """Loads the `shared` state of another peer. The caller holds the tensors' lock.
@@ -276,7 +232,7 @@ class TrainingState:
         for name, tensor in shared.items():
             buffers[name].copy_(tensor)
         self._training.local_step = state.user["local_step"]
-        self._training.since = 1 + self._training.local_step
+        self._training.drift.since = 1 + self._training.local_step
         if self._training.local_step:
             set_initial_lr(optimizer)
 
@@ -289,7 +245,7 @@ class TrainingState:
         return scheduler | {
             "local_step": self._training.local_step,
             "progress": sorted(self._training.progress.keys),
-            "samples": [self._training.samples.made, dict(self._training.samples.averaged)],
+            "samples": [self._training.weights.made, dict(self._training.weights.averaged)],
             "strategy": {
                 "tensors": {
                     name: self._divided(tensor, self._strategy.parameter_of(name))
@@ -302,10 +258,6 @@ class TrainingState:
 
     def load(self, inner: dict[str, Any], saved: object) -> None:
         """Loads the inner optimizer's state dict and a `saved` state, which becomes the state that newcomers get.
-
-        Args:
-            inner: state dict of the inner optimizer.
-            saved: untrusted; a step counter alone is what the first versions saved.
 
         Raises:
             ConfigError: it belongs to another strategy or scheduler; optimizer and scheduler were not changed.
@@ -344,11 +296,11 @@ class TrainingState:
 
     def _load_samples(self, saved: object) -> None:
         """Loads the samples that no average has yet; older checkpoints have none."""
-        self._training.samples.forget()
+        self._training.weights.forget()
         match saved:
             case [made, dict(averaged)] if is_count(made) and all(map(is_count, averaged.values())):
-                self._training.samples.made = made
-                self._training.samples.averaged = {str(topic): min(count, made) for topic, count in averaged.items()}
+                self._training.weights.made = made
+                self._training.weights.averaged = {str(topic): min(count, made) for topic, count in averaged.items()}
 
     def _divided(self, tensor: torch.Tensor, parameter: str | None) -> torch.Tensor:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""
@@ -421,11 +373,6 @@ def under_own_names(tensors: Mapping[str, torch.Tensor], prefix: str, own: Seque
 
     A state may come from an averager that was made without the model, or a checkpoint from an older one. Then the names
     only count the tensors, whose order is the same.
-
-    Args:
-        tensors: tensors of a state, by name.
-        prefix: prefix of the names in the state.
-        own: names at this peer, in order and without the prefix.
     """
     named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if len(named) == len(own) and first_other_name(own, list(named)) is None:

@@ -73,7 +73,6 @@ def train(config: PeerConfig, directory: Path, *, saves: bool) -> None:
         model=model,
         config=config,
         strategy=LocalSGD(sync_every=50),
-        max_steps=STEPS,
         process_group=dist.group.WORLD,
     ) as opt:
         state = {"training": DistributedCheckpoint(model, opt)}

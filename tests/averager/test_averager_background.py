@@ -174,18 +174,6 @@ def test_closing_waits_for_the_threads_that_its_calls_use() -> None:
     assert happened == ["written"]
 
 
-def test_closing_ends_a_call_in_progress() -> None:
-    room, started = Room(), threading.Event()
-    thread = EventLoopThread(room.context(), NAME)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(thread.run, wait_for_ever(started, room.happened))
-        assert started.wait(30)
-        thread.close()
-        with pytest.raises(ClosedError, match="has been closed"):
-            waiting.result(30)
-    assert room.happened == ["entered", "cancelled", "left"]
-
-
 def test_closing_ends_the_calls_that_nobody_waits_for() -> None:
     thread, happened, count = EventLoopThread(Room().context(), NAME), list[str](), 8
     events = [threading.Event() for _ in range(count)]
@@ -384,30 +372,9 @@ def run_script(rest: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_end_of_the_interpreter_closes_it() -> None:
-    ended = run_script("")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
-
-
-def test_an_error_that_ends_the_interpreter_closes_it_too() -> None:
+def test_an_error_that_ends_the_interpreter_closes_it() -> None:
     ended = run_script("raise SystemExit(3)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "left\n", "")
-
-
-def test_a_daemon_thread_that_uses_it_ends_quietly_with_the_interpreter() -> None:
-    ended = run_script(
-        """
-def use():
-    while True:
-        thread.run(asyncio.sleep(0))
-        sum(range(1_000_000))
-
-threading.Thread(target=use, daemon=True).start()
-while len(thread._users._gaps) < 3:
-    thread.wait(thread.start(asyncio.sleep(0.01)))
-"""
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
 
 
 @pytest.mark.parametrize(

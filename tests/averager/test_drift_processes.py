@@ -10,11 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, PeerConfig, Strategy
-from averaging.config import OnDrift
-from averaging.errors import RoundError
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Strategy
 from averaging.receipts.explanation import Round, describe, explain
 from averaging.receipts.receipt import Receipt
 from averaging.receipts.receipt_log import read
@@ -76,44 +73,3 @@ def test_equal_peers_a_client_and_a_newcomer_are_not_named(start: Start, make: C
         train(run, 8)
     assert [receipt.drift for receipt in receipts if receipt.drift] == []
     assert any(receipt.averaged and len(receipt.members) > 1 for receipt in receipts)
-
-
-def test_it_raises_where_it_was_told_to(start: Start) -> None:
-    run = start()
-    run.add(GradientAveraging(8), SGD, on_drift="raise")
-    odd = run.add(GradientAveraging(8), DECAYING, on_drift=OnDrift.RAISE)
-    run.meet()
-
-    def until_the_first_round(number: int) -> str:
-        try:
-            gather_until(run, number, 1)
-        except RoundError as error:
-            return str(error) if error.drifted else ""
-        return ""
-
-    first, second = run.each(until_the_first_round)
-    assert first == ""
-    assert second.endswith(f"{odd.endpoint} has weight_decay = 0.5, the others 0 (on_drift='raise')")
-
-
-def test_the_option_has_a_name_in_files_and_in_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('run_id = "run"\non_drift = "adopt"\n')
-    assert PeerConfig.from_toml(file, environ={}).on_drift is OnDrift.ADOPT
-    assert PeerConfig.from_toml(file, environ={"AVERAGING_ON_DRIFT": "raise"}).on_drift is OnDrift.RAISE
-
-
-def test_what_a_loop_writes_at_one_peer_is_replaced_by_what_most_have(start: Start) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(GradientAveraging(8), SGD, group_wait=3.0, round_timeout=5.0)
-    run.add(GradientAveraging(12), SGD, on_drift="adopt", group_wait=3.0, round_timeout=5.0)
-    for averager in run.averagers:
-        averager.strategy.target_batch_size = 12  # type: ignore[attr-defined]
-    run.meet()
-    train(run, 1)
-    with torch.no_grad():
-        next(run.models[2].parameters()).add_(5.0)
-    train(run, 3)
-    finishes = run.each(lambda number: run.averagers[number].finish(30.0))
-    assert all(finish.alike for finish in finishes), finishes

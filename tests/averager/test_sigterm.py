@@ -41,14 +41,14 @@ def go_on(survivors: list[JsonProcess]) -> None:
 
 
 @pytest.mark.parametrize("strategy", rest_is_long(("diloco", "gradients", "local")))
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", rest_is_long((signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)))
 def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: signal.Signals) -> None:
     with ExitStack() as stack:
-        *survivors, ended = three(stack, strategy)
+        *survivors, ended = three(stack, strategy, options={"leave_on": ["SIGTERM", "SIGHUP", "SIGUSR1"]})
         ended.signal(number)
         assert ended.wait() == -number
         go_on(survivors)
-        if number == signal.SIGTERM:
+        if number != signal.SIGKILL:
             assert "the averager of run 'run' has left" in ended.stderr
 
 
@@ -87,17 +87,6 @@ def test_a_peer_that_is_asked_to_leave_costs_the_others_nothing(strategy: str) -
             assert not [event for event in rounds if event["dropped"]]
             assert [event["left"] for event in rounds if event["left"]] == [[endpoint]]
             assert {event["outcome"] for event in rounds} <= {"averaged", "no_group"}
-
-
-@pytest.mark.parametrize("name", rest_is_long(("SIGUSR1", "SIGHUP", "SIGTERM")))
-def test_a_peer_leaves_on_the_signals_that_its_user_chose(name: str) -> None:
-    with ExitStack() as stack:
-        chosen = ["SIGTERM", "SIGHUP", "SIGUSR1"]
-        *survivors, ended = three(stack, "local", options={"leave_on": chosen})
-        ended.signal(signal.Signals[name])
-        assert ended.wait() == -signal.Signals[name]
-        go_on(survivors)
-        assert "the averager of run 'run' has left" in ended.stderr
 
 
 @pytest.mark.long

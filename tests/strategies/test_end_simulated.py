@@ -17,6 +17,7 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
     "top_k": lambda count: DiLoCo(INTERVAL, compression="top_k"),
     "delay": lambda count: DiLoCo(INTERVAL, delay=2),
     "local": lambda count: LocalSGD(INTERVAL),
+    "overlap": lambda count: LocalSGD(INTERVAL, overlap=True),
     "fragments": lambda count: DiLoCo(INTERVAL, fragments=2),
     "quorum": lambda count: DiLoCo(INTERVAL, quorum=min(2, count)),
     "gradients": lambda count: GradientAveraging(4 * count),
@@ -53,7 +54,7 @@ def run_of(strategy: str, seed: int) -> tuple[Run, int]:
     return Run(seed, "diloco", sites, until=200.0), count - dies
 
 
-@pytest.mark.parametrize("seed", rest_is_long(range(500), 2))
+@pytest.mark.parametrize("seed", rest_is_long(range(500), 1))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peers_whose_loops_end_at_different_times_hold_one_set_of_weights(strategy: str, seed: int) -> None:
     run, surviving = run_of(strategy, seed)
@@ -82,7 +83,7 @@ def test_the_steps_of_unequal_loops_go_into_the_last_average() -> None:
     assert max(site.finished for site in survivors) < 60.0
 
 
-@pytest.mark.parametrize("target", [16, 24, 40])
+@pytest.mark.parametrize("target", [16, 40])
 def test_a_joint_batch_that_is_complete_at_the_end_is_not_dropped_and_the_rest_is_counted(target: int) -> None:
     survivors = run_of_loops(lambda: GradientAveraging(target))
     assert agree(survivors)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 
@@ -246,25 +245,6 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
         torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
 
 
-def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' declarations expire before it has made all its steps, so it averages earlier."""
-    run = start()
-    for sync_every in (2, 1000):
-        run.add(LocalSGD(sync_every), SGD, group_wait=20.0)
-    run.meet()
-    now = [1000.0]
-    slow = run.averagers[1]._training
-    monkeypatch.setattr(slow, "now", lambda: now[0])
-    monkeypatch.setattr(slow.announcements, "declared_until", lambda topic, phase="": now[0] + 5.0)
-    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
-    waiting.start()
-    for seed in range(2):  # two, to measure the time per step
-        step(run, 1, 50 + seed)
-        now[0] += 1.0
-    waiting.join(PATIENCE)
-    assert equal(*run.parameters())
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_peer_that_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
     start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
@@ -335,35 +315,6 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
         assert declared_until is not None, (opt._peer.discovery.get(group_key("test", "")), opt._peer.progress)
     finally:
         thread.close()
-
-
-@pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo])
-def test_nobody_waits_any_more_for_a_peer_that_leaves(
-    start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]
-) -> None:
-    run = start()
-    for _ in range(3):
-        run.add(strategy(1), SGD, group_wait=FOR_EVER, round_timeout=2 * FOR_EVER)
-    run.meet()
-    leaves = run.averagers[2]
-    waiting = [threading.Thread(target=step, args=(run, number, number)) for number in range(2)]
-
-    async def both_wait() -> None:
-        phase = leaves.strategy.history.phase
-        prefix = "test." if strategy is LocalSGD else f"test/pseudogradient-0of1/{phase}."
-        async with aclosing(leaves._peer.discovery.watch(prefix + "0b")) as changes:
-            async for looking in changes:
-                if len(looking) == 2:
-                    return
-
-    for thread in waiting:
-        thread.start()
-    leaves._thread.run(asyncio.wait_for(both_wait(), PATIENCE))
-    leaves.close()
-    for thread, opt in zip(waiting, run.averagers, strict=False):
-        thread.join(PATIENCE)
-        assert opt.last_receipt is not None
-        assert len(opt.last_receipt.members) == 2
 
 
 def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, all_expect, averaging_command
+from tests.support.selection import rest_is_long
 
 
-@pytest.mark.parametrize("strategy", ["gradients", "diloco", "local"])
+@pytest.mark.parametrize("strategy", rest_is_long(["gradients", "diloco", "local"]))
 def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strategy: str, tmp_path: Path) -> None:
     """Each peer joins all of them, itself included, and has its own parameters."""
     addresses = [free_address() for _ in range(3)]

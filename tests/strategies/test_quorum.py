@@ -1,8 +1,7 @@
-"""The options of a quorum, the grace period that is learned, and the weight of what comes late."""
+"""The options of a quorum, the grace period, and the weight of what comes late."""
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,27 +12,22 @@ import torch
 
 from averaging import DiLoCo, LocalSGD, Receipt, Strategy
 from averaging.errors import ConfigError
-from averaging.matchmaking.rules import Quorum
-from averaging.receipts.receipt import Account, Outcome
+from averaging.receipts.receipt import Outcome
 from averaging.strategies.quorum import (
     FIRST_GRACE,
     LEAST_DISCOUNT,
     LEAST_GRACE,
-    MARGIN,
-    MAX_SHARE,
     PATIENCE,
     TRANSITIONS,
     Attendance,
-    Punctuality,
+    Cadence,
     RoundEvent,
     Standstill,
     Timeliness,
-    lateness,
-    learned_grace,
     quorum_options,
 )
-from averaging.training.history import History, Made, Origin, Progress
-from averaging.training.standing import HistoryStanding, Own, compare_progress
+from averaging.training.history import History, Origin, Progress
+from averaging.training.standing import Own, compare_progress
 from tests.support.training import SGD, Start, step
 
 
@@ -113,41 +107,14 @@ def test_the_weight_falls_with_the_age_and_never_vanishes() -> None:
     assert factors[-1] == LEAST_DISCOUNT
 
 
-def test_the_grace_period_is_enough_for_most_rounds_and_never_above_its_bounds() -> None:
-    assert learned_grace([], 10.0) == FIRST_GRACE
-    assert learned_grace([[]] * 5, 10.0) == LEAST_GRACE
-    assert learned_grace([[2.0, 0.5]] * 5, 10.0) == MARGIN * 2.0
-    assert learned_grace([[9.0]] * 5, 10.0) == 10.0
-    assert learned_grace([[11.0]] * 5, 10.0) == LEAST_GRACE  # nobody waits for those
-    assert learned_grace([[]] * 15 + [[8.0]], 10.0) == LEAST_GRACE  # a single pause
-    assert learned_grace([[1.1, 9.0]] * 5, 10.0, interval=60.0) == MAX_SHARE * 60.0
-    rng = random.Random(0)
-    for _ in range(200):
-        rounds = [[rng.uniform(0, 20) for _ in range(rng.randrange(4))] for _ in range(rng.randrange(20))]
-        assert LEAST_GRACE <= learned_grace(rounds, 5.0, rng.uniform(0.1, 1000.0)) <= 5.0
-
-
-def test_who_came_after_the_quorum_was_late_by_that() -> None:
-    waits = {"a": None, "b": 5.0, "own": 4.0, "c": 3.0, "d": 1.0}
-    accounts = [Account(name, waited=seconds) for name, seconds in waits.items()]
-    accounts.append(Account("helper", mode="auxiliary", waited=0.0))
-    assert lateness(accounts, "own", 2) == [0.0, 1.0, 3.0]  # a and b looked before this peer did
-    assert lateness(accounts, "own", 5) == []
-    assert lateness(accounts[:2], "own", 2) == []
-
-
-def test_members_that_missed_a_round_lengthen_the_grace_period() -> None:
-    punctuality = Punctuality(10.0)
-    for number in range(4):
-        receipt = Receipt(
-            number,
-            Outcome.AVERAGED,
-            endpoint="own",
-            started=1000.0 * number,
-            gathered={"own": {}, "late": {"late": 1.0}, "liar": {"late": float("nan")}, "other": None},
-        )
-        punctuality.note(receipt, Quorum(2, 1.0))
-    assert punctuality.grace == MARGIN * 2.0
+def test_the_grace_period_is_a_share_of_the_time_between_rounds_within_its_bounds() -> None:
+    for interval, bound, grace in [(1.0, 10.0, LEAST_GRACE), (60.0, 10.0, 1.2), (3600.0, 10.0, 10.0), (60.0, 0.5, 0.5)]:
+        cadence = Cadence(bound)
+        assert cadence.grace == min(bound, FIRST_GRACE)
+        for number in (1, 2, 3, 5):  # one round has failed
+            cadence.note(Receipt(number, Outcome.AVERAGED, started=interval * number))
+        assert cadence.interval == interval
+        assert cadence.grace == pytest.approx(grace)
 
 
 IN_TIME, LATE, REBASED = Timeliness.IN_TIME, Timeliness.LATE, Timeliness.REBASED
@@ -170,17 +137,6 @@ def test_the_timeliness_of_a_peer_after_each_event(before: Timeliness, event: Ro
     assert TRANSITIONS[event].get(before) is not before, "it stays without being listed"
 
 
-def test_a_peer_tells_how_late_it_was_unless_it_has_missed_nothing() -> None:
-    late = Attendance().after(RoundEvent.MISSED, 5.0)
-    assert late == Attendance(LATE, missed_at=5.0)
-    assert late.after(RoundEvent.MISSED, 9.0).missed_at == 5.0
-    assert late.after(RoundEvent.REBASED) == Attendance(REBASED, missed_at=5.0)
-    assert late.after(RoundEvent.TOOK_OVER) == Attendance(missed_at=5.0)
-    assert late.after(RoundEvent.INCLUDED) == late
-    assert late.after(RoundEvent.LEVEL) == late.after(RoundEvent.AVERAGED) == Attendance()
-    assert late.after(RoundEvent.REBASED).after(RoundEvent.LEVEL).missed_at == 5.0
-
-
 def test_a_round_that_fails_is_repeated_once_and_then_with_the_next_that_is_due() -> None:
     first = Attendance().after_failure()
     assert first.owed
@@ -198,36 +154,21 @@ def test_a_standstill_is_long_after_two_rounds_of_steps_and_of_seconds() -> None
         assert standstill.is_long(30 + number, 100.0 + number, 0, 15.0) is (number > 15 * PATIENCE)
 
 
-def _progress(history: History, made: Made = Made.TOGETHER) -> bytes:
-    return Progress(history, made=made).pack()
-
-
 @pytest.mark.parametrize(("quorum", "ahead"), [(0, False), (2, True), (3, False)])
 def test_the_step_of_a_quorum_is_followed_by_those_that_missed_it(quorum: int, ahead: bool) -> None:
     """Two of five make a step; the three others, which are more, do not stand against it."""
     before = History(origin=Origin(id="run")).after(b"first", 1.0)
     after = before.after(b"second", 1.0)
-    own = Own(before, "own", HistoryStanding(made=True, rounds=3), quorum=quorum)
-    seen = {name: _progress(after if name in "ab" else before) for name in "abcd"}
-    others = compare_progress(own, seen, {name: name for name in seen})
-    assert bool(others.ahead) is ahead
-
-
-def test_many_names_of_one_stranger_are_no_quorum() -> None:
-    before = History(origin=Origin(id="run")).after(b"first", 1.0)
-    after = before.after(b"second", 1.0)
-    own = Own(before, "own", HistoryStanding(made=True, rounds=3, met=frozenset("cd")), quorum=2)
-    seen = {name: _progress(after) for name in "xyz"} | {name: _progress(before) for name in "cd"}
-    members = {"x": "evil", "y": "evil", "z": "evil", "c": "c", "d": "d"}
-    assert not compare_progress(own, seen, members).ahead
+    seen = {name: Progress(after if name in "ab" else before).pack() for name in "abcd"}
+    assert bool(compare_progress(Own(before, quorum=quorum), seen).ahead) is ahead
 
 
 def test_a_history_of_another_branch_is_not_followed_because_of_a_quorum() -> None:
     first = History(origin=Origin(id="run")).after(b"first", 1.0)
-    own = Own(first.after(b"second", 1.0), "own", HistoryStanding(made=True, rounds=3), quorum=2)
+    own = Own(first.after(b"second", 1.0), quorum=2)
     branch = first.after(b"other", 1.0).after(b"third", 1.0)
-    seen = {name: _progress(branch) for name in "ab"} | {name: _progress(own.history) for name in "cd"}
-    assert not compare_progress(own, seen, {name: name for name in seen}).ahead
+    seen = {name: Progress(branch if name in "ab" else own.history).pack() for name in "abcd"}
+    assert not compare_progress(own, seen).ahead
 
 
 def test_what_was_sent_late_is_not_sent_again_and_the_rest_stays(start: Start) -> None:

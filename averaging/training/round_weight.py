@@ -1,0 +1,65 @@
+"""This peer's weight in rounds: a number, or the samples that it has made since the last average."""
+
+from __future__ import annotations
+
+from averaging.common import check_weight, is_count
+from averaging.errors import ConfigError
+from averaging.peer import Topic
+from averaging.training.site import Site
+
+SAMPLES = "samples"
+"""The weight of a peer that is the number of its samples."""
+
+LEAST_SAMPLES = 1e-6
+"""Weight of a peer that has made no sample: it does not pull the average, and the weights of a group never sum to 0."""
+
+
+class RoundWeight:
+    """The weight, and the samples of this rank by which each topic may be weighed."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.number = 1.0  # finite and at least 0; not used if samples are counted
+        self.counts_samples = False
+        self.made = 0  # samples of this rank so far
+        self.averaged: dict[str, int] = {}  # `made` when the last average of a topic was begun, by the topic's name
+
+    def set(self, weight: float | str) -> None:
+        """Sets the weight: a number that is finite and at least 0, or "samples".
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(weight, str) and weight != SAMPLES:
+            raise ConfigError(f"weight must be a number or {SAMPLES!r}, not {weight!r}")
+        self.counts_samples = weight == SAMPLES
+        self.number = 1.0 if isinstance(weight, str) else check_weight(weight)
+
+    def count(self, batch_size: int | None) -> None:
+        """Counts the samples of this rank in a step that begins.
+
+        Raises:
+            ConfigError: they are the weight of this peer, and `batch_size` is no number of samples.
+        """
+        if is_count(batch_size) and batch_size:
+            self.made += batch_size
+        elif self.counts_samples:
+            raise ConfigError(
+                f"weight={SAMPLES!r} counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer "
+                "that calls step() itself, use its class from averaging.integrations"
+            )
+
+    @property
+    def unit(self) -> dict[str, str]:
+        """What `gather` says of the unit of the weight: nothing of a number."""
+        return {"unit": SAMPLES} if self.counts_samples else {}
+
+    def of(self, topic: Topic) -> float:
+        """Weight of this peer in the next round of a topic; all ranks of a site call it."""
+        if not self.counts_samples:
+            return self.number
+        waiting = self._site.all_gather(lambda: self.made - self.averaged.get(topic.schema.topic, 0))
+        return max(LEAST_SAMPLES, float(sum(waiting)))
+
+    def forget(self) -> None:
+        self.made, self.averaged = 0, {}
