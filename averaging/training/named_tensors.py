@@ -164,15 +164,23 @@ class ModelParts:
     def measure_untrained(self) -> None:
         """Sets the digests of what is not averaged: parameters that the optimizer does not train, unsaved buffers.
 
-        Warns of parameters that have changed.
+        Warns of parameters that have changed, and at the start of buffers that nothing has written.
         """
-        before = self.digests.get(FROZEN)
+        before, is_start = self.digests.get(FROZEN), UNSAVED not in self.digests
         if self._model is None:
             return
         frozen, unsaved = self._model.frozen(self._trained.values()), self._model.unsaved
         for part, tensors in ((FROZEN, frozen), (UNSAVED, unsaved)):
             if tensors:
                 self.digests[part] = self._joint(partial(digest_of, tensors))
+        unwritten = [name for name, buffer in unsaved.items() if is_start and _is_unwritten(buffer)]
+        if unwritten and self._site.leads:
+            logger.warning(
+                "%s with NaN or subnormal numbers, as in memory that nothing has written: %s. After to_empty() compute "
+                "them anew, since no state dict and no other peer has them",
+                UNSAVED,
+                listed(unwritten),
+            )
         if before not in (None, self.digests.get(FROZEN)) and self.of_strategy is None and self._site.leads:
             logger.warning(
                 "parameters that the optimizer does not train have changed since the start (of %s); they are not "
@@ -220,6 +228,14 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
         values = "".join(digest_of_tensors([part]) for part in _plain_parts(tensor.detach()))
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{values}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _is_unwritten(buffer: torch.Tensor) -> bool:
+    # No constant of a model has NaN or subnormal numbers, but memory often (a model built on `meta`, then `to_empty`).
+    if not buffer.is_floating_point() or buffer.dtype not in AVERAGED_DTYPES.values():
+        return False
+    sizes = [part.abs() for part in _plain_parts(buffer.detach()) if part.is_floating_point()]
+    return any(bool((size.isnan() | ((size > 0) & (size < torch.finfo(size.dtype).tiny))).any()) for size in sizes)
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

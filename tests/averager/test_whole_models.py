@@ -186,6 +186,14 @@ def test_other_buffers_that_no_state_dict_has_are_named_from_the_start_to_the_en
     )
 
 
+@pytest.mark.parametrize("value", [float("nan"), 4.5e-41])
+def test_buffers_that_nothing_has_written_are_named_at_the_start(
+    run: Run, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    run.add(LocalSGD(3), trained, unsaved(torch.tensor([0.0, value])))
+    assert "memory that nothing has written: table. After to_empty()" in caplog.text
+
+
 def test_equal_masks_that_no_state_dict_has_are_no_news(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         run.add(LocalSGD(3), trained, unsaved(torch.tensor([-torch.inf, 0.0, torch.finfo(torch.float32).min])))
