@@ -76,12 +76,3 @@ def test_cells_are_recorded_merged_and_shown(tmp_path: Path) -> None:
     assert "| +2.00% (DiLoCo, H=30, int8, 1/120) | met |" in page
     with pytest.raises(ValueError, match="results of another text"):
         convergence.Results(tmp_path / "mine.json", SMALL, "another")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"cells": {}}', '{"recipe": {"steps": 7}, "text": "a", "cells": {}}'])
-def test_foreign_results_are_not_overwritten(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "convergence.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match="has (no )?results of"):
-        convergence.Results(file, SMALL)
-    assert file.read_text() == text

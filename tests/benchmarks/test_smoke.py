@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib import import_module
@@ -11,13 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks import feed
-from benchmarks.runner import make_folder, make_parser, write
+from benchmarks.runner import make_folder, make_parser
 from benchmarks.wan.limits import best_shares, equal_shares, limit, transfer
-from benchmarks.wan.relay import DelayQueue
 from benchmarks.workers import ROOT
 
 SMALLEST = {
@@ -86,48 +81,6 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, capsys: pytest
     assert f"--output {tmp_path / 'file'}: File exists; give another folder" in capsys.readouterr().err
 
 
-def test_results_that_cannot_be_written_spoil_nothing_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
-        path.open("w").close()
-        raise OSError(28, "No space left on device")
-
-    results = tmp_path / "results.json"
-    write(results, {"of": "hours"})
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        write(results, {"of": "more hours"})
-    assert json.loads(results.read_text()) == {"of": "hours"}
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_ctrl_c_ends_a_benchmark_in_one_line(written: bool, tmp_path: Path) -> None:
-    """It comes in the middle of the first import."""
-    wrote = "from benchmarks.runner import write; from pathlib import Path; write(Path('a.json'), 1)"
-    lines = ("class ArgumentParser: pass", "class Namespace: pass", wrote) if written else ()
-    stand_in = "\n".join(("import signal", *lines, "signal.raise_signal(signal.SIGINT)"))
-    (tmp_path / "psutil.py").write_text(stand_in)
-    command = [sys.executable, "-m", "benchmarks.feed"]
-    path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    told = "what was measured until then is in a.json" if written else "no results were written"
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"stopped; {told}\n")
-
-
-def test_the_feeds_table_has_medians_and_ratios() -> None:
-    results = [
-        feed.Figures(system, 8, batches, batches * feed.BATCH_SIZE, cpu)
-        for system, batches, cpu in (("ours", 9.0, 1.0), ("run-api", 2.0, 4.0), ("ours", 6.0, 2.0), ("ours", 7.0, 3.0))
-    ]
-    assert feed.table(results).splitlines()[2:] == [
-        "| 8 | ours | 7.0 | 448 | 3.5 × | 2.00 |",
-        "| 8 | run-api | 2.0 | 128 | 1.0 × | 4.00 |",
-    ]
-
-
 # The emulated links, whose devices need root
 
 
@@ -141,15 +94,3 @@ def test_a_peer_at_a_tenth_reduces_nothing_and_its_own_tensors_are_the_limit() -
     rates = [125e6, 125e6, 125e6, 12.5e6]
     assert best_shares(rates) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert transfer(1e9, rates, best_shares(rates)) == pytest.approx(1e9 / 12.5e6)
-
-
-@given(st.lists(st.floats(0, 100), max_size=20), st.floats(0, 10), st.floats(0, 120))
-def test_packets_come_out_in_order_when_they_are_due_and_not_before(
-    arrivals: list[float], delay: float, now: float
-) -> None:
-    queue, out = DelayQueue(delay), []
-    for number, arrival in enumerate(sorted(arrivals)):
-        queue.put(arrival, bytes([number]))
-    while (packet := queue.take(now)) is not None:
-        out.append(packet[0])
-    assert out == [number for number, arrival in enumerate(sorted(arrivals)) if arrival + delay <= now]

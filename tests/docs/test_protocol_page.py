@@ -254,10 +254,6 @@ def check_owners(bandwidths: list[float], clients: set[int], lengths: list[int])
     assert [found[number] for number in range(len(lengths))] == owners(bandwidths, clients, lengths)
 
 
-def test_shares_if_no_reducing_member_has_bandwidth() -> None:
-    assert shares([Member("192.0.2.1:1"), Member("192.0.2.1:2", bandwidth=0.0), Member("192.0.2.1:3")]) == [1.0] * 3
-
-
 @pytest.mark.parametrize(("offset", "count"), [(10, 1), (24, 2), (26, 3)])
 def test_the_headers_of_the_page_that_resume_a_download(offset: int, count: int) -> None:
     shapes = {"weight": ("float32", [2, 3]), "none": ("int64", [0]), "bias": ("bfloat16", [4])}

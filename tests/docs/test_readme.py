@@ -64,8 +64,3 @@ def test_the_command_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with averaging_process(*files, *quickly) as process:
             assert process.wait() == 0, process.stderr
     assert load_file(tmp_path / "mean.safetensors")["w"].tolist() == [1.5] * 3
-
-
-def test_the_readme_fits_on_two_screens() -> None:
-    assert len(README.splitlines()) <= 90
-    assert len([line for line in SCRIPT.splitlines() if line]) <= 15

@@ -146,31 +146,27 @@ def test_samples_are_counted_and_the_averagers_schedule_is_followed_until_the_gl
     assert model.opt.param_groups[0]["lr"] == pytest.approx(0.01 * (1 / 3 + 2 / 3 * 3 / 4))
 
 
-def test_a_batch_size_that_is_given_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "accumulated", "counted"),
+    [(7, 1, [7, 7, 7]), (lambda batch: 3 * len(batch[0]), 2, [3 * 8, 3 * 8, 3 * 5])],
+)
+def test_a_batch_size_that_is_given_counts(
+    batch_size: Any, accumulated: int, counted: list[int], tmp_path: Path
+) -> None:
     strategy = Noted(10)
-    trainer_of(tmp_path, AveragingCallback(batch_size=7), max_steps=2).fit(Averaged(strategy), data_of(21))
-    assert strategy.told == [7, 7]
+    trainer = trainer_of(
+        tmp_path, AveragingCallback(batch_size=batch_size), max_steps=3, accumulate_grad_batches=accumulated
+    )
+    trainer.fit(Averaged(strategy), data_of(21))
+    assert strategy.told == counted
 
 
-def test_a_function_says_what_the_loss_of_a_batch_is_divided_by(tmp_path: Path) -> None:
-    strategy = Noted(10)
-    callback = AveragingCallback(batch_size=lambda batch: 3 * len(batch[0]))
-    trainer_of(tmp_path, callback, max_steps=3, accumulate_grad_batches=2).fit(Averaged(strategy), data_of(21))
-    assert strategy.told == [3 * 8, 3 * 8, 3 * 5]
-
-
-def test_weights_by_samples_get_the_samples(tmp_path: Path) -> None:
-    model = Averaged(LocalSGD(4), weight="samples")
-    trainer_of(tmp_path, max_steps=3).fit(model, data_of(21))
+@pytest.mark.parametrize(("ends", "weight", "steps"), [({"max_steps": 3}, "samples", 3), ({"max_epochs": 2}, 1.0, 12)])
+def test_steps_or_epochs_are_the_end(ends: dict[str, int], weight: Any, steps: int, tmp_path: Path) -> None:
+    model = Averaged(LocalSGD(4), weight=weight)
+    trainer_of(tmp_path, **ends).fit(model, data_of(21))
     assert model.opt is not None
-    assert model.opt.local_step == 3
-
-
-def test_without_max_steps_the_epochs_are_the_end(tmp_path: Path) -> None:
-    model = Averaged(LocalSGD(4))
-    trainer_of(tmp_path, max_epochs=2).fit(model, data_of(21))
-    assert model.opt is not None
-    assert model.opt.local_step == 12
+    assert model.opt.local_step == steps
 
 
 def test_an_error_closes_the_averager(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import subprocess
@@ -151,26 +150,6 @@ def test_each_round_gives_the_weighted_mean_of_the_models(peers: Peers, group_si
     assert torch.equal(logits_of(peers.models[3]), logits_of(peers.models[0]))
 
 
-def test_the_adapter_holds_the_product_of_the_mean_factors(peers: Peers) -> None:
-    factors: dict[int, list[torch.Tensor]] = {}
-    for _ in range(2):
-        opt = peers.tune()
-    del opt
-    peers.meet()
-    for number, strategy in enumerate(peers.strategies):
-        measure = strategy._round.measure
-
-        def note(number: int = number, strategy: LoRAAveraging = strategy, measure: Any = measure) -> None:
-            factors[number] = [f.detach().clone() for layer in strategy._layers for f in (layer.a, layer.b)]
-            measure()
-
-        strategy._round.measure = note  # type: ignore[method-assign]
-    peers.round()
-    now = [f for layer in peers.strategies[1]._layers for f in (layer.a, layer.b)]
-    for one, other, mean in zip(factors[0], factors[1], now, strict=True):
-        torch.testing.assert_close(mean, (one + other) / 2)
-
-
 def test_peers_of_different_ranks_are_padded_and_train_their_own(peers: Peers) -> None:
     for rank in (1, 4, 2):
         peers.tune(adapted(rank), rank=4)
@@ -228,6 +207,11 @@ def test_the_transposed_weights_of_gpt2_and_adapters_in_bfloat16_are_exact(peers
         peers.round(seed)
         assert_mean(peers, [1.0, 1.0])
     assert torch.equal(logits_of(peers.models[0]), logits_of(peers.models[1]))
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    view = peers.strategies[0].merged_view().state_dict()
+    plain.load_state_dict(view)
+    torch.testing.assert_close(logits_of(plain), logits_of(peers.models[0]).float(), rtol=0.05, atol=0.05)
 
 
 def test_a_failed_round_changes_nothing_and_the_next_one_has_all_steps(peers: Peers) -> None:
@@ -376,12 +360,6 @@ def test_differences_are_named(what: str) -> None:
         check_base(LoRAAveraging(model, 3, **options)._description, theirs)
 
 
-@pytest.mark.parametrize("theirs", [None, {}, {"tensors": [1], "layers": []}])
-def test_a_strange_description_is_refused(theirs: object) -> None:
-    with pytest.raises(StateError, match="does not say which base"):
-        check_base(LoRAAveraging(adapted(), 3)._description, theirs)
-
-
 def conv() -> PeftModel:
     base = torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1), torch.nn.Linear(2, 2))
     return get_peft_model(base, LoraConfig(r=2, target_modules=["0"]))
@@ -437,22 +415,16 @@ def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) ->
         DecentralizedAverager(optimizer, strategy=LoRAAveraging(model, 3), run_id="tune")
     with pytest.raises(ConfigError, match="make the optimizer after"):
         DecentralizedAverager(optimizer, model=model, strategy=LoRAAveraging(model, 3, rank=4), run_id="tune")
-
-
-def test_a_schedule_free_optimizer_is_refused() -> None:
     model = adapted()
     strategy = LoRAAveraging(model, 3)
-    optimizer = AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    schedule_free = AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     with pytest.raises(ConfigError, match="AdamWScheduleFree has training and evaluation weights"):
-        DecentralizedAverager(optimizer, model=model, strategy=strategy, run_id="tune")
-
-
-def test_a_run_of_another_strategy_is_refused(peers: Peers) -> None:
+        DecentralizedAverager(schedule_free, model=model, strategy=strategy, run_id="tune")
     model = adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    opt = DecentralizedAverager(optimizer, model=model, strategy=LocalSGD(3), run_id="tune")
+    opt = DecentralizedAverager(optimizer, model=model, strategy=LocalSGD(3), run_id="other")
     with opt, pytest.raises(StateError, match="LocalSGD"):
-        peers.tune(join=[opt.endpoint])
+        peers.tune(join=[opt.endpoint], run_id="other")
 
 
 def test_two_processes_of_unequal_rank_end_with_the_same_model(tmp_path: Path) -> None:
@@ -505,17 +477,6 @@ def test_a_publisher_hands_on_the_merged_model(peers: Peers, options: dict[str, 
     peers.round(1)
     publisher.publish_now(version=2)
     assert publisher.version == 2
-
-
-def test_the_view_of_transposed_weights_is_transposed() -> None:
-    torch.manual_seed(0)
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
-    plain = copy.deepcopy(base)
-    strategy = LoRAAveraging(get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)), 3)
-    with torch.no_grad():
-        strategy._layers[0].b.normal_()
-    plain.load_state_dict(strategy.merged_view().state_dict())
-    torch.testing.assert_close(logits_of(plain), logits_of(strategy._model))
 
 
 def test_a_peer_with_another_base_that_never_downloaded_a_state_is_named_in_the_round(peers: Peers) -> None:

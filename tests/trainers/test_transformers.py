@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.optim.lr_scheduler import ConstantLR, LinearLR
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, PeerConfig
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, PeerConfig
 from averaging.integrations.transformers import AveragingCallback, divisor_of, samples_of_step
 from tests.support.training import Run
 from tests.trainers import page
@@ -298,9 +298,11 @@ def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: 
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def moved(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    trainer.model.double()
-    AveragingCallback(opt).attach(trainer)
+def attached(trainer: Trainer, opt: DecentralizedAverager, model: Any = None) -> AveragingCallback:
+    trainer.model = trainer.model if model is None else model
+    callback = AveragingCallback(opt)
+    callback.attach(trainer)
+    return callback
 
 
 def moved_by_train(trainer: Trainer, opt: DecentralizedAverager) -> None:
@@ -309,78 +311,52 @@ def moved_by_train(trainer: Trainer, opt: DecentralizedAverager) -> None:
     trainer.train()
 
 
-def another_model(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    trainer.model = model_of()
-    AveragingCallback(opt).attach(trainer)
-
-
-def to_the_constructor(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    Trainer(trainer.model, trainer.args, callbacks=[AveragingCallback(opt)])
-
-
-def added(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    trainer.add_callback(AveragingCallback(opt))
-    trainer.train()
-
-
-def with_an_optimizer(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    trainer.create_optimizer()
-    AveragingCallback(opt).attach(trainer)
-
-
-def model_init(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    AveragingCallback(opt).attach(Trainer(args=trainer.args, model_init=lambda: model_of()))
-
-
-def twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
-    callback = AveragingCallback(opt)
-    callback.attach(trainer)
-    callback.attach(trainer)
-
-
 def trained_twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
     AveragingCallback(opt).attach(trainer)
     trainer.train()
     trainer.train()
 
 
-def global_steps_that_are_not_counted(_: Trainer, opt: DecentralizedAverager) -> None:
-    AveragingCallback(opt, global_steps=10)
-
-
-def a_timeout_that_is_none(_: Trainer, opt: DecentralizedAverager) -> None:
-    AveragingCallback(opt, timeout="60")  # type: ignore[arg-type]
-
-
-def nobody_to_wait_for(_: Trainer, opt: DecentralizedAverager) -> None:
-    AveragingCallback(opt, wait_for=0)
-
-
-def no_averager(_: Trainer, opt: DecentralizedAverager) -> None:
-    AveragingCallback(opt.optimizer)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("do", "told"),
     [
-        (moved, "has been moved in memory.* create the Trainer first, because it moves the model, then the averager"),
+        (
+            lambda t, opt: attached(t, opt, model=t.model.double()),
+            "has been moved in memory.* create the Trainer first, because it moves the model, then the averager",
+        ),
         (moved_by_train, "has been moved in memory.* create the Trainer first"),
-        (another_model, "parameters that are not in the trainer's model: create the Trainer first"),
-        (to_the_constructor, r"remove the AveragingCallback from Trainer\(callbacks=...\); call attach\(trainer\)"),
-        (added, r"call attach\(trainer\) instead"),
-        (with_an_optimizer, r"has an optimizer or a scheduler already; remove optimizers=, pass the scheduler to"),
-        (model_init, "model_init when it trains; pass the model instead"),
-        (twice, "attached to a Trainer already; create another one"),
+        (
+            lambda t, opt: attached(t, opt, model=model_of()),
+            "parameters that are not in the trainer's model: create the Trainer first",
+        ),
+        (
+            lambda t, opt: Trainer(t.model, t.args, callbacks=[AveragingCallback(opt)]),
+            r"remove the AveragingCallback from Trainer\(callbacks=...\); call attach\(trainer\)",
+        ),
+        (lambda t, opt: (t.add_callback(AveragingCallback(opt)), t.train()), r"call attach\(trainer\) instead"),
+        (
+            lambda t, opt: (t.create_optimizer(), attached(t, opt)),
+            r"has an optimizer or a scheduler already; remove optimizers=, pass the scheduler to",
+        ),
+        (
+            lambda t, opt: attached(Trainer(args=t.args, model_init=lambda: model_of()), opt),
+            "model_init when it trains; pass the model instead",
+        ),
+        (lambda t, opt: attached(t, opt).attach(t), "attached to a Trainer already; create another one"),
         (trained_twice, "has finished its training; create a new strategy, averager and callback"),
-        (global_steps_that_are_not_counted, r"LocalSGD\(.*\) has no global steps; omit global_steps"),
-        (a_timeout_that_is_none, "timeout must be a finite number of seconds, not '60'"),
-        (nobody_to_wait_for, "wait_for must be a whole number of peers, at least 1, not 0"),
-        (no_averager, "must be a DecentralizedAverager, not SGD"),
+        (
+            lambda _, opt: AveragingCallback(opt, global_steps=10),
+            r"LocalSGD\(.*\) has no global steps; omit global_steps",
+        ),
+        (lambda _, opt: AveragingCallback(opt, timeout="60"), "timeout must be a finite number of seconds, not '60'"),
+        (
+            lambda _, opt: AveragingCallback(opt, wait_for=0),
+            "wait_for must be a whole number of peers, at least 1, not 0",
+        ),
+        (lambda _, opt: AveragingCallback(opt.optimizer), "must be a DecentralizedAverager, not SGD"),
     ],
 )
-def test_what_cannot_work_is_said_with_its_remedy(
-    do: Callable[[Trainer, DecentralizedAverager], None], told: str, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_said_with_its_remedy(do: Callable[[Any, Any], object], told: str, tmp_path: Path) -> None:
     trainer = Trainer(model_of(), arguments_of(tmp_path, max_steps=1), train_dataset=data_of(4))
     with averager_of(trainer) as opt, pytest.raises(ConfigError, match=told):
         do(trainer, opt)
@@ -396,12 +372,3 @@ def test_what_has_no_effect_or_undoes_the_end_is_a_warning(tmp_path: Path, caplo
     assert len(told) == 2
     assert "load_best_model_at_end replaces the weights" in told[0]
     assert "lr_scheduler_type and warmup_steps have no effect; pass a scheduler" in told[1]
-
-
-def test_a_trainer_that_does_not_count_samples_is_advised(tmp_path: Path) -> None:
-    arguments = arguments_of(tmp_path, max_steps=1)
-    model = model_of()
-    opt = DecentralizedAverager(torch.optim.SGD(model.parameters()), run_id="x", strategy=GradientAveraging(4))
-    trainer = Trainer(model, arguments, train_dataset=data_of(4), optimizers=(opt, None))
-    with opt, pytest.raises(ConfigError, match=r"counts samples: .* averaging.integrations"):
-        trainer.train()
