@@ -367,8 +367,6 @@ class PeerConfig:
         "(the warning of Slurm) or SIGUSR2. `averaging peer` leaves on SIGTERM, SIGINT and SIGHUP anyway. See "
         "docs/how-to/end-a-run.md.",
     )
-    in_place: bool = option(False, SWITCH, flag=False)
-    """For benchmarks: averages are written as they arrive. A round that fails leaves the tensors partly averaged."""
 
     @classmethod
     def from_toml(cls, path: FilePath, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
@@ -441,11 +439,6 @@ class PeerConfig:
                 f"takes, or {spelled('insecure')} if every machine in the network is trusted",
                 "discovery",
             )
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether only peers with a certificate or a token take part in the run."""
-        return self.tls_cert is not None or self.token_file is not None
 
 
 OPTIONS: Mapping[str, Option] = options_of(PeerConfig)

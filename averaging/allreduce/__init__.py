@@ -8,13 +8,12 @@ averages), `round_tally` (the results), `round` (both sides, with their deadline
 from averaging.allreduce.part_forms import Averaged, Part, Prepared, ReplyResidual, Slice
 from averaging.allreduce.partition import LARGE_PART_BYTES
 from averaging.allreduce.round import AllReduce
-from averaging.allreduce.round_tally import LyingLeaderError, RoundResult, changes
+from averaging.allreduce.round_tally import RoundResult, changes
 
 __all__ = [
     "LARGE_PART_BYTES",
     "AllReduce",
     "Averaged",
-    "LyingLeaderError",
     "Part",
     "Prepared",
     "ReplyResidual",

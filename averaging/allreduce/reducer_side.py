@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from averaging.allreduce.part_forms import AnyForm, Averaged, Part, Prepared
-from averaging.allreduce.partition import packed_sizes
-from averaging.allreduce.round_tally import ANSWERS, LyingLeaderError, RoundTally, code_of
+from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
 from averaging.allreduce.shard_reducer import ShardReducer
-from averaging.allreduce.stream_limits import DelayBudget, Overdue, SendWindow, WaitMonitor, blocking
+from averaging.allreduce.stream_limits import Overdue, SendWindow, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, ReplyForm, WireTensor
@@ -47,9 +46,7 @@ class _Sender:
     answered: asyncio.Future[None] | None = None  # while its stream waits for a reply
     opened: bool = False
     suspected: bool = False
-    leave_notice: Dropped | None = None  # from a second stream in its name
     done: bool = False
-    count: int = 0  # delivered parts
     delivered: dict[int, _Delivered] = field(default_factory=dict)
 
     def answer(self, reply: AveragingData) -> None:
@@ -99,8 +96,6 @@ class ReducerSide:
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
         send_limits: how many parts of a sender are read, by how many are answered, see `stream_limits.send_limits`.
-        proven: whether the transport authenticates the streams of a member. Without proof another member could have
-            opened the stream, so a bad first message does not drop the named member.
     """
 
     def __init__(
@@ -111,14 +106,11 @@ class ReducerSide:
         parts: Sequence[Part],
         *,
         send_limits: Sequence[int],
-        proven: Callable[[str], bool],
     ) -> None:
         forms = shared.forms
         self._schema, self._forms, self._non_finite = shared.schema, forms, shared.non_finite
         self._tally, self._monitor = shared.tally, shared.monitor
-        self._me, self._proven = me, proven
-        self._send_limits, self._parts = send_limits, parts
-        self._first_nbytes = sum(packed_sizes(forms, parts[:1]))
+        self._me, self._parts = me, parts
         self._tensors: Sequence[Prepared] | None = None  # of this member; other members may be ready earlier
         self._senders = {member.endpoint: _Sender(SendWindow(send_limits)) for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
@@ -130,25 +122,24 @@ class ReducerSide:
         if not self._senders:
             self._all_done.set()
         self._over = False
-        self._failure: LyingLeaderError | None = None
+        self._held_up: defaultdict[str, float] = defaultdict(float)  # seconds, by sender, near the end of the round
+        self._checked: float | None = None
 
     @property
     def unfinished(self) -> list[str]:
         return [name for name, sender in self._senders.items() if not sender.done]
 
-    def drop_delaying(self, delays: DelayBudget, now: float) -> None:
-        """Drops the senders for which others have waited for too long, `now` seconds after the start of the round."""
-        if self._tensors is None:
-            return  # all wait for this member
-        unfinished = self.unfinished
-        counts = {name: sender.count for name, sender in self._senders.items() if name not in self._tally.dropped}
-        holding = blocking(counts, self._send_limits)
-        not_taken = all(count == len(self._parts) for count in counts.values()) and len(unfinished) < len(counts)
-        if not_taken or all(map(self._monitor.on_probation, unfinished)):
-            holding.update(unfinished)  # only this member waits for them
-        for name, reason in delays.update(holding, now).items():
-            self._monitor.record_hold_up(name)
-            self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
+    def drop_delaying(self, now: float) -> None:
+        """Drops senders that keep others waiting; called from time to time near the end of the round.
+
+        At its end all members would give up, and the parts of all senders would be lost.
+        """
+        passed, self._checked = now - (self._checked or now), now
+        for name in self._tally.blocking if self._tensors is not None else ():  # else all wait for this member
+            self._held_up[name] += passed
+            if self._held_up[name] >= self._monitor.deadlines.lower:
+                reason = "kept the others waiting until shortly before the end of the round"
+                self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
 
     def begin(self) -> None:
         """Starts the deadlines of the senders. Parts are accepted from now on, but not answered before `run`."""
@@ -161,38 +152,22 @@ class ReducerSide:
 
         Args:
             tensors: this member's, one per tensor of the schema; read, never written.
-
-        Raises:
-            LyingLeaderError: the leader announced another group to a sender.
         """
-        if self._failure is None:
-            self._tensors = tensors
-            self._answer_complete()
-            await self._all_done.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._tensors = tensors
+        self._answer_complete()
+        await self._all_done.wait()
 
     def suspect(self, dropped: Dropped) -> None:
         """Reduces the deadline of a member that has not opened its stream yet to the shortest one.
 
         Called when the member failed as a reducer: it may be gone, or never have learned that the group began because
-        its leader died. Also called when an unproven stream in its name was invalid or announced that it leaves.
+        its leader died.
         """
         sender = self._senders.get(dropped.endpoint)
         if sender is not None and not sender.opened and not sender.suspected and not sender.done:
             sender.suspected = True  # later suspicions do not restart the deadline
             shortest = self._monitor.deadlines.shortest
             self._monitor.begin(dropped.endpoint, Phase.OPENING, lambda *_: self._drop(dropped), shortest)
-
-    def reducer_finished(self, name: str, nbytes: int) -> None:
-        """Shortens the deadline of a member that has returned all its averages but not opened its own stream yet.
-
-        Args:
-            name: the member.
-            nbytes: of its averages. A first part that is larger gets proportionally longer.
-        """
-        if name in self._senders:
-            self._monitor.shorten(name, Phase.OPENING, "the last of its averages", self._first_nbytes / nbytes)
 
     def drop_unfinished(self, reason: str) -> None:
         for name, sender in self._senders.items():
@@ -214,26 +189,21 @@ class ReducerSide:
         sender = self._senders.get(name)
         if first.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
             if sender is not None and not self._over:
-                self._handle_leave_notice(sender, name, first)
+                self._drop(_left(name, first.code))
             return
         if sender is None or sender.opened:
-            yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
+            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
             return
         if self._over or sender.done:
-            yield self._refusal(MessageCode.CANCELLED, first)
+            yield AveragingData(code=MessageCode.CANCELLED)
             return
         try:
-            self._tally.compare(name, first.metadata)
             values = self._read(0, first)
-        except LyingLeaderError as error:
-            self._fail(error)
-            yield self._refusal(MessageCode.CANCELLED, first)
-            return
         except ProtocolViolationError as error:
-            self._drop_or_suspect(sender, Dropped(name, str(error), code_of(error)))
-            yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
+            self._drop(Dropped(name, str(error), code_of(error)))
+            yield AveragingData(code=MessageCode.PROTOCOL_VIOLATION)
             return
-        # From here on the stream is the sender's, and a later one in its name is refused or counts as a leave notice.
+        # From here on the stream is the sender's, and a later one in its name is refused, or says that it leaves.
         sender.opened = True
         self._monitor.end(name, Phase.OPENING)
         self._monitor.done(name, Phase.OPENING)
@@ -248,13 +218,13 @@ class ReducerSide:
                 reply = sender.replies.popleft() if sender.replies else await sender.next_reply()
                 if reply.tensor_part is None:
                     dropped = Dropped(name, f"got the answer {reply.code.name}", DropCode.INTERNAL_ERROR)
-                    yield self._with_metadata(reply, first)
+                    yield reply
                     return
                 replies_sent += 1
                 self._tally.sent_average(name, len(reply.tensor_part.buffer))
                 # The generator resumes when the transport has room for the next message, that is when the sender reads.
                 taking.begin()
-                yield self._with_metadata(reply, first) if replies_sent == 1 else reply
+                yield reply
                 taking.end()
                 sender.window.answered()
         finally:
@@ -263,45 +233,9 @@ class ReducerSide:
                 self._finish(sender)
                 self._monitor.done(name, Phase.TAKING)
             else:
-                self._drop(sender.leave_notice or dropped)
+                self._drop(dropped)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-
-    def _refusal(self, code: MessageCode, first: AveragingData) -> AveragingData:
-        return self._with_metadata(AveragingData(code=code), first)
-
-    def _with_metadata(self, reply: AveragingData, first: AveragingData) -> AveragingData:
-        return replace(reply, metadata=self._tally.metadata, encoded=[]) if first.metadata else reply
-
-    def _handle_leave_notice(self, sender: _Sender, name: str, leave_notice: AveragingData) -> None:
-        dropped = _left(name, leave_notice.code)
-        try:
-            self._tally.compare(name, leave_notice.metadata)
-        except LyingLeaderError as error:
-            self._fail(error)
-            return
-        except ProtocolViolationError as error:
-            dropped = Dropped(name, str(error), code_of(error))
-        self._drop_or_suspect(sender, dropped)
-
-    def _drop_or_suspect(self, sender: _Sender, dropped: Dropped) -> None:
-        """Handles a stream in a sender's name that announces its leave or whose first message is invalid.
-
-        It drops the sender at once if it is proven to be the sender's. Otherwise it has no effect while the sender's
-        own stream is open, and before that only shortens the time to open one.
-        """
-        if sender.opened:
-            sender.leave_notice = dropped
-        elif self._proven(dropped.endpoint):
-            self._drop(dropped)
-        else:
-            self.suspect(dropped)
-
-    def _fail(self, error: LyingLeaderError) -> None:
-        self._failure, self._over = error, True
-        for sender in self._senders.values():
-            sender.answer(AveragingData(code=MessageCode.CANCELLED))
-            self._finish(sender)
 
     def _finish(self, sender: _Sender) -> None:
         sender.done = True
@@ -331,7 +265,7 @@ class ReducerSide:
                 if message is None:
                     self._monitor.forget(name, Phase.PART)
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
-                    self._drop(sender.leave_notice or Dropped(name, reason, DropCode.CONNECTION_LOST))
+                    self._drop(Dropped(name, reason, DropCode.CONNECTION_LOST))
                     return
                 if number:
                     arriving.end()
@@ -384,7 +318,6 @@ class ReducerSide:
     def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: Any) -> None:
         wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values, spare=self._is_spare(wire))
-        sender.count += 1
         self._tally.received_part(name, len(wire.buffer))
         kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
         sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)
@@ -406,8 +339,7 @@ class ReducerSide:
         sender = self._senders[name]
         if sender.done:
             return
-        # In a run without certificates another member could have caused the drop.
-        self._tally.drop(dropped, proven=self._proven(name))
+        self._tally.drop(dropped)
         self._finish(sender)
         self._monitor.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()

@@ -13,9 +13,9 @@ from typing import TypeAlias
 from averaging.allreduce.part_forms import Prepared, ReplyResidual, forms_of
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import Exchange, ReducerSide
-from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
+from averaging.allreduce.round_tally import RoundResult, RoundTally
 from averaging.allreduce.sender_side import SenderSide
-from averaging.allreduce.stream_limits import DelayBudget, WaitMonitor, send_limits, window_bytes
+from averaging.allreduce.stream_limits import WaitMonitor, send_limits, window_bytes
 from averaging.config import NonFinite
 from averaging.errors import RoundError
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
@@ -40,7 +40,6 @@ class AllReduce:
     Args:
         deadlines: limits for members without progress; updated by the round.
         residual: of this member's replies; None if what they lose is of no interest.
-        proven: see `ReducerSide`.
 
     Raises:
         RoundError: the weights sum to zero, or no member can reduce.
@@ -55,7 +54,6 @@ class AllReduce:
         *,
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
-        proven: Callable[[str], bool] = lambda _: False,
         residual: ReplyResidual | None = None,
     ) -> None:
         if group.total_weight <= 0:
@@ -86,13 +84,13 @@ class AllReduce:
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(nbytes, len(group.members)), len(senders))
         shared = Exchange(schema, forms, self._tally, self._monitor, non_finite)
-        self._reducing = ReducerSide(shared, me, senders, own, send_limits=limits, proven=proven)
+        self._reducing = ReducerSide(shared, me, senders, own, send_limits=limits)
         self._sending = SenderSide(shared, endpoint, group, transport, self._reducing, window)
 
     def waiting_for(self, least: float) -> list[str]:
         return self._monitor.waiting_for(least)
 
-    async def run(self, prepare: Prepare, timeout: float, adopt: AdoptPart | None = None) -> RoundResult:
+    async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         Args:
@@ -101,14 +99,8 @@ class AllReduce:
                 written. Parts of other members are accepted while it runs.
             timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
                 this process was stopped or busy do not count.
-            adopt: see `RoundTally.begin`. It may overwrite a part of the tensors with its average; that part is not
-                read again.
-
-        Raises:
-            LyingLeaderError: the leader announced another group to another member.
         """
-        # If the leader could have announced different groups, nothing is adopted before the end.
-        self._tally.begin(adopt if self.group.bound else None)
+        self._tally.begin()
         for name in self._reducers:
             self._transport.prepare_lane(name)
         seconds = timeout + self._transfer_seconds
@@ -118,7 +110,10 @@ class AllReduce:
                 tensors = await prepare()
                 self._tally.ready()
                 began = asyncio.get_running_loop().time()
-                self._monitor.on_check(self._check_delays(timeout))
+                reserve = min(timeout / 2, max(RESERVE * self._monitor.deadlines.lower, self._transfer_seconds / 2))
+                self._monitor.on_check(
+                    lambda now: self._reducing.drop_delaying(now) if now >= seconds - reserve else None
+                )
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
@@ -127,19 +122,8 @@ class AllReduce:
             basis = f"round_timeout + {self._transfer_seconds:.1f} s for its bytes at 10 Mbit/s"
             expired = f"the round's deadline of {seconds:.1f} s = {basis} passed before"
             self._reducing.drop_unfinished(f"{expired} it was done")
-            missing = self._sending.unfinished
-            for name in missing:
+            for name in self._sending.unfinished:
                 self._tally.drop(Dropped(name, f"{expired} its last average came", DropCode.ROUND_DEADLINE))
-            if len(self._reducers) == 1:  # of several reducers one is given up earlier, unless all are equally slow
-                for name in missing:
-                    self._monitor.record_hold_up(name)
-        except BaseExceptionGroup as group:
-            lies, others = group.split(LyingLeaderError)
-            if lies is None or others is not None:
-                await self._end(group)
-                raise
-            await self._end(lie := _first(lies))
-            raise lie from None
         except BaseException as error:
             await self._end(error)
             raise
@@ -152,26 +136,9 @@ class AllReduce:
         await self._end(asyncio.CancelledError())
 
     async def _end(self, error: BaseException) -> None:
-        leaves = isinstance(error, asyncio.CancelledError | LyingLeaderError)
-        code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
+        code = MessageCode.CANCELLED if isinstance(error, asyncio.CancelledError) else MessageCode.INTERNAL_ERROR
         self._reducing.close(code)
         await self._sending.announce_leave(list(self._reducers), code, LEAVE_NOTICE_SECONDS)
-
-    def _check_delays(self, timeout: float) -> Callable[[float], None]:
-        """A check that drops members that hold the round up, early enough for the others to finish it."""
-        allowed, whole = self._monitor.deadlines.lower, timeout + self._transfer_seconds
-        reserve = min(timeout / 2, max(RESERVE * allowed, self._transfer_seconds / 2))
-        senders = DelayBudget(whole - reserve, allowed, self._monitor.on_probation)
-        reducers = DelayBudget(
-            whole - reserve / 2, allowed, self._monitor.on_probation
-        )  # it may have waited for a sender
-
-        def check(now: float) -> None:
-            self._reducing.drop_delaying(senders, now)
-            if not self._reducing.unfinished:
-                self._sending.drop_delaying(reducers, now)
-
-        return check
 
     def result(self) -> RoundResult:
         return self._tally.result()
@@ -180,8 +147,3 @@ class AllReduce:
         self, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
         return self._reducing.serve(first, messages)
-
-
-def _first(errors: BaseExceptionGroup[LyingLeaderError]) -> LyingLeaderError:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

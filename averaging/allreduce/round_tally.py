@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import xxhash
@@ -18,10 +17,9 @@ from averaging.errors import (
     CallRefusedError,
     PeerUnreachableError,
     ProtocolViolationError,
-    RoundError,
     ViolationKind,
 )
-from averaging.protocol import Buffer, Group, MessageCode, conflicting_digest, pack_metadata
+from averaging.protocol import Buffer, Group, MessageCode
 from averaging.receipts import Account, DropCode, Dropped, Role, Straggler
 
 # A digest of the averages of a shard, with which members check that they received the same.
@@ -55,10 +53,6 @@ def digest_of(shards: Iterable[str]) -> str:
     return xxhash.xxh3_64_hexdigest(" ".join(shards).encode())
 
 
-class LyingLeaderError(RoundError):
-    """A leader announced different groups to its members, so the round has no valid result."""
-
-
 # Maps answers and errors of other members to the drop codes of receipts. Pure.
 
 
@@ -80,8 +74,6 @@ def code_of(error: AveragingError) -> DropCode:
             return DropCode.REFUSED
         case ProtocolViolationError(kind=ViolationKind.NON_FINITE):
             return DropCode.NON_FINITE
-        case ProtocolViolationError(kind=ViolationKind.UNPROVEN):
-            return DropCode.OTHER_GROUP
         case _:
             return DropCode.PROTOCOL_VIOLATION
 
@@ -131,6 +123,12 @@ class Lag:
     def dropped(self, name: str, now: float) -> None:
         if self._next.pop(name, None) is not None:
             self._update(now)
+
+    @property
+    def blocking(self) -> list[str]:
+        """The senders for which another one has to wait."""
+        front, limits = max(self._next.values(), default=0), self._send_limits
+        return [name for name, at in self._next.items() if at < limits[-1] and front >= limits[at]]
 
     def _update(self, now: float) -> None:
         if self._slowest:
@@ -182,19 +180,14 @@ def find_straggler(
 
 logger = logging.getLogger("averaging.allreduce")
 
-AdoptPart: TypeAlias = "Callable[[Part, torch.Tensor], bool]"
-"""Writes a part's average or delta to the tensors; returns False if it could not do so at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
     """The result of a round.
 
     Attributes:
-        parts: the parts whose reply arrived, with the average or the delta. Parts that were adopted on arrival are not
-            included.
+        parts: the parts whose reply arrived, with the average or the delta.
         dropped: the dropped members, in the order in which they were dropped.
-        proven_drops: members of `dropped` that are proven to have caused it themselves.
         kept_local: number of elements without a reply, which keep their local values.
         clamped: see `Receipt`.
         encoded: the parts that another member reduced; this member reduced the other ones in `parts`.
@@ -211,7 +204,6 @@ class RoundResult:
 
     parts: list[tuple[Part, Averaged]]
     dropped: tuple[Dropped, ...]
-    proven_drops: tuple[Dropped, ...]
     kept_local: int
     clamped: int
     encoded: frozenset[Part]
@@ -255,8 +247,6 @@ class RoundTally:
         clamped: see `Receipt`.
         dropped: the dropped members, by name.
         averaged: whether at least one part has been averaged.
-        metadata: the metadata of messages to members that read it, see `pack_metadata`.
-        saw_conflict: whether another group was announced to another member.
     """
 
     def __init__(
@@ -270,17 +260,14 @@ class RoundTally:
     ) -> None:
         self._group, self.group_id = group, group.public_id
         self._endpoint, self._parts_of, self._identical = endpoint, parts_of, identical
-        self.metadata, self.saw_conflict = pack_metadata(group), False
         self._sends = group.members[group.index(endpoint)].sends
         own = parts_of[endpoint]
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
         self._lag = Lag(senders, send_limits)
         self.arrived: set[Part] = set()
         self.averaged, self.clamped = False, 0
-        self._adopt: AdoptPart | None = None
         self._kept: dict[Part, Averaged] = {}
         self.dropped: dict[str, Dropped] = {}
-        self._proven_drops: dict[str, Dropped] = {}
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
         self._part_bytes_sent, self._part_bytes_received = 0, 0  # bytes; the rest are averages
@@ -290,14 +277,8 @@ class RoundTally:
         self._averages_in: dict[str, float] = {}
         self._began: float | None = None
 
-    def begin(self, adopt: AdoptPart | None = None) -> None:
-        """Notes the start of the round.
-
-        Args:
-            adopt: called with each average on arrival, once data of another member has arrived. None keeps all averages
-                until the end.
-        """
-        self._began, self._adopt = _now(), adopt
+    def begin(self) -> None:
+        self._began = _now()
 
     def ready(self) -> None:
         self._lag.ready(_now())
@@ -335,52 +316,22 @@ class RoundTally:
         return name in self._received
 
     def put(self, part: Part, values: Averaged) -> None:
-        """Adopts the average or the delta of a part, or keeps it for the end."""
         self.arrived.add(part)
         self.averaged = True
-        # Without data from another member the round fails, and the tensors must be unchanged.
-        adopt = self._adopt if self._received else None
-        if adopt is None or not isinstance(values, torch.Tensor) or not adopt(part, values):
-            self._kept[part] = values
+        self._kept[part] = values
 
     def reduced(self, buffer: Buffer) -> None:
         """Adds the next average of this member's own shard, as encoded, to its digest."""
         if self._identical:
             self._digests[self._endpoint].add(buffer)
 
-    def compare(self, name: str, metadata: bytes) -> None:
-        """Compares the group that was announced to a member, by the metadata of its message, with this member's.
+    @property
+    def blocking(self) -> list[str]:
+        return self._lag.blocking
 
-        Raises:
-            ProtocolViolationError: they differ. The group id is bound to this member's group, so the round
-                continues among the members with the same group.
-            LyingLeaderError: they differ, and it is unknown which members have the right group.
-        """
-        if not (digest := conflicting_digest(self._group, metadata)):
-            return
-        leader = self._group.leader or "the leader"
-        if self._group.bound:
-            raise ProtocolViolationError(
-                f"claims that {leader} announced other members, another order or other weights to it",
-                kind=ViolationKind.UNPROVEN,
-            )
-        self.saw_conflict = True
-        self.metadata = pack_metadata(self._group, digest)  # evidence for the members with the same group
-        raise LyingLeaderError(
-            f"{leader} announced other members, another order or other weights to {name} than to this peer; nothing of "
-            "this round is adopted"
-        )
-
-    def drop(self, dropped: Dropped, *, proven: bool = True) -> None:
-        """Records a dropped member; the first reason counts.
-
-        Args:
-            dropped: the member and the reason.
-            proven: whether the member is proven to have caused it itself.
-        """
+    def drop(self, dropped: Dropped) -> None:
+        """Records a dropped member; the first reason counts."""
         if self.dropped.setdefault(dropped.endpoint, dropped) is dropped:
-            if proven:
-                self._proven_drops[dropped.endpoint] = dropped
             logger.info("group %s: dropped %s: %s", self.group_id.hex()[:8], dropped.endpoint, dropped.reason)
             self._lag.dropped(dropped.endpoint, _now())
 
@@ -394,7 +345,6 @@ class RoundTally:
         return RoundResult(
             parts=[(part, self._kept[part]) for part in wanted if part in self._kept],
             dropped=tuple(self.dropped.values()),
-            proven_drops=tuple(self._proven_drops.values()),
             kept_local=sum(part.numel for part in wanted if part not in self.arrived),
             clamped=self.clamped,
             encoded=frozenset(self.arrived - set(self._parts_of[self._endpoint])),

@@ -13,7 +13,7 @@ from averaging.allreduce.part_forms import Part, Prepared, have_arrived
 from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.reducer_side import Exchange, ReducerSide
 from averaging.allreduce.round_tally import ANSWERS, code_of
-from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, DelayBudget, SendWindow, WaitMonitor, send_limits
+from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, SendWindow, WaitMonitor, send_limits
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
@@ -32,26 +32,19 @@ class ReducerLiveness:
     reducer is pinged after a third of `stall_timeout` and has the rest to answer: the ping may queue behind a part.
 
     Args:
-        name: the reducer.
-        transport: this member's.
-        monitor: the round's.
         limit: expires when the reducer is given up.
 
     Attributes:
         symptom: what was missing when the reducer was given up.
         seconds: how long there had been no progress then.
         deadline: seconds of the deadline that passed, and its basis.
-        hold_up: why a reducer that replied in time was given up; empty for others.
     """
 
     def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
         self._name, self._transport, self._monitor, self._limit = name, transport, monitor, limit
-        self._progressed = 0
-        # Waits that passed their deadline, as the progress count at the time and the seconds waited, and what handles
-        # them.
-        self._late: list[tuple[int, float]] = []
-        self._watching: asyncio.Task[None] | None = None
-        self.symptom, self.seconds, self.deadline, self.hold_up = "no reply", 0.0, (0.0, ""), ""
+        self._pinging: asyncio.Task[None] | None = None
+        self._longest = Deadline(2 * monitor.deadlines.upper, "2 × stall_timeout")
+        self.symptom, self.seconds, self.deadline = "no reply", 0.0, self._longest
 
     async def __aenter__(self) -> Self:
         deadlines = self._monitor.deadlines
@@ -70,13 +63,14 @@ class ReducerLiveness:
     ) -> None:
         self._monitor.forget(self._name, Phase.REPLY, Phase.ANSWER)
         self._wait.overdue = None  # it refers to this object, which refers to it
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._pinging is not None:
+            self._pinging.cancel()
+            await asyncio.gather(self._pinging, return_exceptions=True)
 
     def progress(self) -> None:
         """Records that the reducer took a part or answered one, and starts the next wait."""
-        self._progressed += 1
+        if self._pinging is not None:  # whatever it answers, it is alive
+            self._pinging.cancel()
         self.seconds = 0.0
         self._wait.deadline = self._until_ping
         self._wait.again()
@@ -86,49 +80,31 @@ class ReducerLiveness:
         self._wait.deadline, self._wait.overdue = self._monitor.deadlines.shortest, lambda *_: expire(self._limit)
         self._wait.begin()
 
-    def give_up(self, reason: str) -> None:
-        """Gives up a reducer that replies in time, but holds the round up."""
-        self.hold_up = reason
-        expire(self._limit)
-
     def _overdue(self, waited: float, _: Deadline) -> None:
-        self._late.append((self._progressed, waited))
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while self._late:
-            progressed, waited = self._late.pop(0)
-            if progressed == self._progressed and await self._is_lost(progressed, waited):
-                self._monitor.record_miss(self._name, Phase.REPLY)
-                expire(self._limit)
-                return
-
-    async def _is_lost(self, progressed: int, waited: float) -> bool:
-        """Whether the reducer is given up after a wait of so many seconds; if not, the wait goes on."""
         self.seconds = waited
-        now = asyncio.get_running_loop().time
-        longest = Deadline(2 * self._monitor.deadlines.upper, "2 × stall_timeout")
-        if self.seconds >= longest.seconds:
-            self.deadline = longest.seconds, longest.basis
-            return True
-        self._continue(longest)
-        pinged = now()
-        alive = await self._is_alive()
-        if progressed != self._progressed:
-            return False
-        self.seconds += now() - pinged
-        if not alive:
-            self.symptom = "no reply and no answer to a ping"
-            self.deadline = self._learned.seconds, self._learned.basis
-            return True
-        self._continue(Deadline(min(self.seconds + self._until_ping.seconds, longest.seconds), longest.basis))
-        return False
+        if waited >= self._longest.seconds:
+            self._give_up()
+        else:
+            self._pinging = asyncio.create_task(self._ping())
 
-    def _continue(self, deadline: Deadline) -> None:
-        """Continues the wait. What is learned from it is the whole time without progress, pings included."""
-        self._wait.deadline = deadline
+    async def _ping(self) -> None:
+        """Continues the wait if the reducer answers. What is learned from it is the whole time without progress."""
+        self._wait.deadline = self._longest
         self._wait.begin(self.seconds)
+        pinged = asyncio.get_running_loop().time()
+        alive = await self._is_alive()
+        self.seconds += asyncio.get_running_loop().time() - pinged
+        if alive:
+            seconds = min(self.seconds + self._until_ping.seconds, self._longest.seconds)
+            self._wait.deadline = Deadline(seconds, self._longest.basis)
+            self._wait.begin(self.seconds)
+        else:
+            self.symptom, self.deadline = "no reply and no answer to a ping", self._learned
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._monitor.record_miss(self._name, Phase.REPLY)
+        expire(self._limit)
 
     async def _is_alive(self) -> bool:
         try:
@@ -169,20 +145,7 @@ class SenderSide:
         self._endpoint, self._group = endpoint, group
         self._transport, self._reducing = transport, reducing
         self._window = window
-        self._pending: dict[str, ReducerLiveness] = {}  # reducers whose averages are missing
-        self._started = 0
-
-    @property
-    def unfinished(self) -> list[str]:
-        return list(self._pending)
-
-    def drop_delaying(self, delays: DelayBudget, now: float) -> None:
-        """Gives up reducers for which only this member has waited for too long."""
-        some_are_done = len(self._pending) < self._started
-        alone = some_are_done or all(map(self._monitor.on_probation, self._pending))
-        for name, reason in delays.update(self.unfinished if alone else [], now).items():
-            self._monitor.record_hold_up(name)
-            self._pending[name].give_up(reason)
+        self.unfinished: dict[str, None] = {}  # reducers whose averages are missing
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[Prepared]) -> None:
         """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped."""
@@ -198,8 +161,7 @@ class SenderSide:
                 asyncio.timeout(None) as limit,
                 ReducerLiveness(name, self._transport, self._monitor, limit) as liveness,
             ):
-                self._pending[name] = liveness
-                self._started += 1
+                self.unfinished[name] = None
                 outgoing = self._messages(name, parts, tensors, window, liveness.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     if (lane := self._transport.lane(name)) is not None:
@@ -209,7 +171,6 @@ class SenderSide:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it got parts")
                         answer = reply.code
-                        self._tally.compare(name, reply.metadata)
                         self._read(name, parts[received], reply, tensors)
                         received += 1
                         window.answered()
@@ -218,19 +179,18 @@ class SenderSide:
                             liveness.answered_all()
             dropped = Dropped(name, f"ended its stream after {done()}", DropCode.CONNECTION_LOST)
         except TimeoutError:
-            if liveness.hold_up:
-                dropped = Dropped(name, f"{liveness.hold_up}, after {done()}", DropCode.ROUND_DEADLINE)
-            else:
-                dropped = Dropped.overdue(name, liveness.symptom, liveness.seconds, *liveness.deadline, after=done())
+            deadline = liveness.deadline
+            dropped = Dropped.overdue(
+                name, liveness.symptom, liveness.seconds, deadline.seconds, deadline.basis, after=done()
+            )
         except TransportError as error:
             dropped = Dropped(name, f"{error.reason} after {done()}", code_of(error))
         except ProtocolViolationError as error:
             dropped = Dropped(name, f"{error} after {done()}", ANSWERS.get(answer, code_of(error)))
         # After the deadline of the round this is not reached, so `unfinished` still names the missing reducers.
-        self._pending.pop(name, None)
+        self.unfinished.pop(name, None)
         if received == len(parts):
             self._monitor.done(name, Phase.REPLY)
-            self._reducing.reducer_finished(name, sum(sizes))
         else:
             self._tally.drop(dropped)
             self._reducing.suspect(dropped)
@@ -257,7 +217,7 @@ class SenderSide:
             self._tally.sent_part(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
-                yield AveragingData(code, group.group_id, self._endpoint, wire, self._tally.metadata)
+                yield AveragingData(code, group.group_id, self._endpoint, wire)
             else:
                 yield AveragingData(tensor_part=wire)
 
@@ -284,8 +244,7 @@ class SenderSide:
 
     async def announce_leave(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
         """Announces to reducers that this member leaves, so that none waits for its parts. Gives up after `seconds`."""
-        group_id, metadata = self._group.group_id, self._tally.metadata if self._tally.saw_conflict else b""
-        message = AveragingData(code=code, group_id=group_id, endpoint=self._endpoint, metadata=metadata)
+        message = AveragingData(code=code, group_id=self._group.group_id, endpoint=self._endpoint)
 
         async def announce(name: str) -> None:
             async def once() -> AsyncGenerator[AveragingData, None]:

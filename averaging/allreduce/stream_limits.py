@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate
 
@@ -94,10 +93,6 @@ _OF_SENDERS = (Phase.OPENING, Phase.PART)
 _SIMILAR = {Phase.TAKING: (Phase.TAKING, Phase.PART)}
 """Phases whose longest deadline is used. Transport buffers hide how long a reply takes until they are full, so a reply
 is allowed at least the time of a part."""
-
-FOLLOW_UP_FACTOR = 8
-"""A member that has completed one action may take this many times as long for another one. With the default
-`min_stall_timeout` this suffices for a name lookup and for a connection whose first packets are lost."""
 
 Overdue = Callable[[float, Deadline], None]
 """Called with the seconds waited and the deadline that passed."""
@@ -230,24 +225,6 @@ class WaitMonitor:
         wait = self._waits.get((name, phase)) or self.wait(name, phase)
         wait.end()
 
-    def shorten(self, name: str, phase: Phase, action: str, size_ratio: float) -> None:
-        """Limits a wait to `FOLLOW_UP_FACTOR` times the duration of another action, which the member has completed.
-
-        Args:
-            name: the member that is waited for.
-            phase: what it must do.
-            action: what it has completed, for the text.
-            size_ratio: size of what is still awaited, relative to that action.
-        """
-        wait = self._waits.get((name, phase))
-        if wait is None or wait.since is None:
-            return
-        waited, shortest = self._clock.now() - wait.since, self.deadlines.shortest
-        unit, basis = (waited, f"{waited:.2g} s") if waited > shortest.seconds else (shortest.seconds, shortest.basis)
-        factor = FOLLOW_UP_FACTOR * max(1.0, size_ratio)
-        if waited + factor * unit < wait.deadline.seconds:
-            wait.deadline = Deadline(waited + factor * unit, f"{factor:.3g} × {basis} after {action}")
-
     def deadline(self, name: str, phase: Phase) -> Deadline:
         """The deadline learned before this round."""
         deadline = self._learned.get((name, phase))
@@ -278,12 +255,6 @@ class WaitMonitor:
     def record_miss(self, name: str, phase: Phase) -> None:
         self.deadlines.record_miss(name, phase, self._size, _now())
 
-    def record_hold_up(self, name: str) -> None:
-        self.deadlines.probation.add(name, _now())
-
-    def on_probation(self, name: str) -> bool:
-        return self.deadlines.probation.includes(name, _now())
-
     def _check(self, clock: FairClock) -> None:
         pending = {
             name for (name, phase), wait in self._waits.items() if phase in _OF_SENDERS and wait.since is not None
@@ -309,53 +280,3 @@ class WaitMonitor:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-# Which members hold a round up with progress just fast enough for their own deadlines, and for how long. Pure.
-#
-# Each part and each reply has a deadline. A member that always stays just below it could use up the whole time of the
-# round, and at the round's deadline it would be too late to finish without it, because all members give up then.
-
-
-def blocking(delivered: Mapping[str, int], send_limits: Sequence[int]) -> set[str]:
-    """The senders of a shard for which another sender has to wait.
-
-    Args:
-        delivered: number of parts that each sender has delivered, without dropped senders.
-        send_limits: how many parts a sender may send, by the number that another sender has delivered, see
-            `send_limits`. The last one is the number of parts.
-    """
-    front = max(delivered.values(), default=0)
-    return {name for name, count in delivered.items() if count < send_limits[-1] and front >= send_limits[count]}
-
-
-class DelayBudget:
-    """Adds up for how long each member holds a round up.
-
-    Args:
-        grace: seconds from the start of the round that do not count.
-        allowed: seconds that each member may take after that.
-        on_probation: whether a member gets no grace, because it has used it up in an earlier round.
-    """
-
-    def __init__(self, grace: float, allowed: float, on_probation: Callable[[str], bool]) -> None:
-        self._grace, self.allowed, self._on_probation = grace, allowed, on_probation
-        self._held: defaultdict[str, float] = defaultdict(float)  # seconds
-        self._last_update = 0.0
-
-    def update(self, holding: Collection[str], now: float) -> dict[str, str]:
-        """Adds the time since the last update for the members that hold the round up now.
-
-        Returns:
-            The members that have done so for too long, with the reason for the receipt.
-        """
-        passed, self._last_update = now - self._last_update, now
-        late: dict[str, str] = {}
-        for name in holding:
-            if now < self._grace and not self._on_probation(name):
-                continue
-            self._held[name] += passed
-            if self._held[name] >= self.allowed:
-                when = "of this round" if now < self._grace else f"after {self._grace:.1f} s of the round"
-                late[name] = f"held the others up for {self._held[name]:.1f} s {when}"
-        return late

@@ -57,6 +57,10 @@ class HostQuota:
     def taken_by(self, host: str) -> int:
         return self._taken[host]
 
+    @property
+    def total(self) -> int:
+        return self._taken.total()
+
     def has_room(self, host: str, amount: int = 1) -> bool:
         """Whether `host` may take that much now."""
         if self._taken[host] + amount > self._per_host:

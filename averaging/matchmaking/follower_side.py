@@ -11,36 +11,32 @@ from dataclasses import dataclass, replace
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
-from averaging.matchmaking.conduct import Conduct, LeaderStanding, LoggedDifferences
+from averaging.matchmaking.conduct import Conduct, LeaderStanding
 from averaging.matchmaking.last_group import LastGroup
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchConfig, SearchState
-from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
-from averaging.receipts import DropCode
+from averaging.protocol import JoinRequest, MessageCode, MessageFromLeader, Mode
 from averaging.tensors import Schema, first_difference
 from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, FairTimeout, Phase, learned_timeout
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-MEMBER_RECORD_SECONDS = 2.0
-"""How long the record of a member may take to reach a peer that has received the group already."""
-
 
 class SchemaDifferences:
     """Finds the differences between `schema` and those of other peers.
 
     Args:
-        logged: the differences that have been logged, by all searches of this peer.
+        conduct: knows the differences that have been logged.
     """
 
-    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, logged: LoggedDifferences) -> None:
+    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, conduct: Conduct) -> None:
         self._schema, self._transport, self._discovery = schema, transport, discovery
-        self._logged = logged
+        self._conduct = conduct
 
     async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
         difference = await self.find(endpoint, known)
-        logger.log(logging.WARNING if self._logged.add(str(difference)) else logging.DEBUG, "%s", difference)
+        logger.log(logging.WARNING if self._conduct.is_new(str(difference)) else logging.DEBUG, "%s", difference)
 
     async def find(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
         """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
@@ -103,11 +99,11 @@ class FollowerSide:
         self._endpoint, self._clock, self._rng = config.endpoint, config.clock, config.rng
         self._transport, self._discovery, self._differences = transport, discovery, differences
         self._last = last
-        self._exclusions, self._history, self._deadlines = conduct.exclusions, conduct.history, conduct.deadlines
+        self._conduct = conduct
 
     def trusts(self, leader: str) -> bool:
         """Whether the leader of the last group may be asked without a search."""
-        good = self._history.standing(leader, asyncio.get_running_loop().time()) is LeaderStanding.GOOD
+        good = self._conduct.standing(leader, asyncio.get_running_loop().time()) is LeaderStanding.GOOD
         return good and self._discovery.knows(leader) and rules.can_lead(leader)
 
     def ask_last_leader(
@@ -173,10 +169,9 @@ class FollowerSide:
             {name: entry for name, entry in declared.items() if name not in search.open_requests},
             search.refusals,
             now,
-            standing=lambda name: self._history.standing(name, moment),
-            excluded=self._exclusions.excluded(now),
+            standing=lambda name: self._conduct.standing(name, moment),
+            excluded=self._conduct.excluded(moment),
             deserters_from=deserters_from,
-            leads=bool(search.state.followers),
         )
 
     def _make_room(self, search: SearchState) -> None:
@@ -190,11 +185,8 @@ class FollowerSide:
 
     def _open_request(self, search: SearchState, candidate: Declaration) -> OpenRequest:
         endpoint = candidate.endpoint
-        own, others = self._deadlines.typical(endpoint, Phase.VERDICT, 0)
-        known = self._history
-        head_start = rules.head_start(
-            own, others, known.unanswered(endpoint), known.suspicion(endpoint), known.fruitless(endpoint)
-        )
+        own, others = self._conduct.deadlines.typical(endpoint, Phase.VERDICT, 0)
+        head_start = rules.head_start(own, others, self._conduct.unanswered(endpoint))
         request = search.open_requests[endpoint] = OpenRequest(head_start)
         return request
 
@@ -203,7 +195,6 @@ class FollowerSide:
     ) -> None:
         search, refusals = context.search, context.search.refusals
         loop = asyncio.get_running_loop()
-        answered: dict[str, tuple[float, bool]] = {}  # seconds, and whether the group was disbanded
         try:
             for _ in range(1 + rules.MAX_REDIRECTS):
                 began = loop.time()
@@ -215,8 +206,6 @@ class FollowerSide:
                 if search.group is not None:
                     return
                 now, waited = self._clock(), loop.time() - began
-                if code is not MessageCode.NO_CODE:
-                    answered[candidate.endpoint] = waited, code is MessageCode.GROUP_DISBANDED
                 previous = refusals.get(candidate.endpoint)
                 refusals[candidate.endpoint] = rules.next_join_refusal(
                     previous, candidate.expiration, code, now, self._rng, waited
@@ -232,9 +221,6 @@ class FollowerSide:
                 request.task = task
         finally:
             search.close_request(candidate.endpoint, request)
-            if search.group is None:
-                for endpoint, (seconds, disbanded) in answered.items():
-                    self._history.note_fruitless(endpoint, seconds, loop.time(), disbanded=disbanded)
             context.wake_up.set()
 
     def _suggestion(self, context: _Context, suggested: str) -> Declaration | None:
@@ -242,11 +228,9 @@ class FollowerSide:
         search, own = context.search, context.own
         if not suggested or suggested == self._endpoint or not self._discovery.knows(suggested):
             return None
-        if self._exclusions.excludes(suggested, self._clock()) or not rules.can_lead(suggested):
+        if suggested in self._conduct.excluded(asyncio.get_running_loop().time()) or not rules.can_lead(suggested):
             return None
         if search.state.leader or suggested in search.open_requests:
-            return None
-        if self._history.standing(suggested, asyncio.get_running_loop().time()) is LeaderStanding.REPEAT_DESERTER:
             return None
         entry = self._discovery.get(context.key).get(suggested)
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
@@ -273,9 +257,9 @@ class FollowerSide:
         try:
             async with aclosing(self._transport.join_group(leader, message)) as replies:
                 with self._head_start(context, leader, request):
-                    async with learned_timeout(self._deadlines, leader, Phase.VERDICT):
+                    async with learned_timeout(self._conduct.deadlines, leader, Phase.VERDICT):
                         answer = await anext(replies)
-                self._history.note_answer(leader)
+                self._conduct.note_answer(leader)
                 if answer.code is not MessageCode.ACCEPTED:
                     search.end_head_start(request)
                 elif search.group is not None:
@@ -299,7 +283,7 @@ class FollowerSide:
             search.answers[leader] = error.reason
             logger.warning("%s", error)
             if error.kind is not ViolationKind.UNPROVEN:
-                self._exclusions.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+                self._conduct.note_fault(leader, asyncio.get_running_loop().time())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
 
@@ -311,7 +295,7 @@ class FollowerSide:
         async def count_down() -> None:
             for _ in range(TICKS):  # in pieces: a time in which this peer stood still counts as one of them
                 await asyncio.sleep(request.head_start / TICKS)
-            self._history.note_silence(leader)
+            self._conduct.note_silence(leader)
             search.answers.setdefault(leader, "has not answered yet")
             search.end_head_start(request)
             if search.state.leader:
@@ -319,7 +303,7 @@ class FollowerSide:
             context.wake_up.set()
 
         if not request.pending:
-            self._history.note_silence(leader)
+            self._conduct.note_silence(leader)
             yield
             return
         countdown = context.tasks.create_task(count_down())
@@ -327,7 +311,7 @@ class FollowerSide:
             yield
         except TimeoutError:
             if request.pending:
-                self._history.note_silence(leader)
+                self._conduct.note_silence(leader)
             raise
         finally:
             countdown.cancel()
@@ -355,15 +339,13 @@ class FollowerSide:
                 async with FairTimeout(Deadline(timeout, "its declared time"), timeout):
                     answer = await anext(replies)
             except TimeoutError:
-                self._history.note_desertion(leader, asyncio.get_running_loop().time())
+                self._conduct.note_desertion(leader, asyncio.get_running_loop().time())
                 raise TimeoutError("accepted this peer, but neither began a group nor disbanded it") from None
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader, search.gather)
-                if self._config.known_members_only:
-                    await self._check_members(group, leader, context.key)
                 search.adopt(group)
-                self._history.note_group(leader)
+                self._conduct.note_group(leader)
             return answer
         finally:
             search.unfollow(candidate)
@@ -390,22 +372,3 @@ class FollowerSide:
         else:  # if the clock was set back, the own expiration may be too far ahead
             left = min(own.expiration - now, self._config.group_wait)
         return max(0.0, left) + rules.CLOCK_TOLERANCE
-
-    async def _check_members(self, group: Group, leader: str, key: str) -> None:
-        """Returns once discovery knows all members that accept connections.
-
-        Raises:
-            ProtocolViolationError: discovery does not know one of them in time.
-        """
-        unknown = [member.endpoint for member in group.members if member.mode is not Mode.CLIENT]
-        try:
-            async with asyncio.timeout(MEMBER_RECORD_SECONDS), aclosing(self._discovery.watch(key)) as changes:
-                async for _ in changes:
-                    unknown = [name for name in unknown if name != self._endpoint and not self._discovery.knows(name)]
-                    if not unknown:
-                        return
-        except TimeoutError:
-            pass
-        raise ProtocolViolationError(
-            f"began a group with {unknown[0]}, which discovery does not know", leader, kind=ViolationKind.UNPROVEN
-        )

@@ -66,7 +66,7 @@ class Matchmaking:
         self._early: set[str] = set()  # members of it that ask before this peer looks
         self._accepting = asyncio.Event()  # this peer looks, and has a declaration
         self._yields_until = 0.0  # loop's time at which members of it may follow this peer again
-        self._differences = SchemaDifferences(schema, transport, discovery, self._conduct.logged)
+        self._differences = SchemaDifferences(schema, transport, discovery, self._conduct)
         self._follower_side = FollowerSide(
             config, schema, transport, discovery, self._differences, self._last, self._conduct
         )
@@ -253,13 +253,10 @@ class Matchmaking:
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
         await self._until_accepting(request)
-        search = self._search
-        now = self._clock()
-        excluded = self._conduct.exclusions.excluded(now)
-        takes_part = (
-            search is not None and not search.ending and not self._conduct.exclusions.is_one_way(request.endpoint, now)
-        )
-        code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None, excluded)
+        search, now = self._search, asyncio.get_running_loop().time()
+        excluded = self._conduct.excluded(now)
+        takes_part = search is not None and not search.ending and request.endpoint not in excluded
+        code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None)
         if code is MessageCode.ACCEPTED and self._yields_to_others(request.endpoint):
             code = MessageCode.NOT_DECLARED
         if code in _TOO_LATE and request.schema_hash == self.schema.hash and request.endpoint not in excluded:
@@ -329,7 +326,7 @@ class Matchmaking:
         if leader == self._endpoint:
             return leader if search.state.leads else ""
         good = leader and self._follower_side.trusts(leader)
-        return leader if good and not self._conduct.exclusions.excludes(leader, self._clock()) else ""
+        return leader if good and leader not in self._conduct.excluded(now) else ""
 
     async def _form_again(
         self, search: SearchState, leader: str, expiration: float, tasks: asyncio.TaskGroup, wake_up: asyncio.Event
@@ -422,9 +419,9 @@ class Matchmaking:
 
     def _explain_exclusions(self, search: SearchState) -> str:
         """The excluded peers among those that were seen, as text for the user; empty if there are none."""
-        now = self._clock()
-        excluded = self._conduct.exclusions.excluded(now)
+        now = asyncio.get_running_loop().time()
+        excluded = self._conduct.excluded(now)
         seen = search.seen | search.seen_before
         left_out = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(seen & excluded.keys())]
-        why = "they broke the protocol or gave an address that is not dialled"
+        why = "they broke the protocol or cannot be called"
         return f"; left out because {why}: {', '.join(left_out)}" if left_out else ""

@@ -25,8 +25,7 @@ from averaging.protocol import (
     MessageCode,
     MessageFromLeader,
     Mode,
-    group_digest,
-    id_is_bound,
+    id_says,
     make_group_id,
     unpack_gather,
 )
@@ -147,12 +146,10 @@ def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
     return group_wait + (min(group_wait / 2, MAX_YIELD_SECONDS) if had_too_few else 0.0)
 
 
-def verdict(
-    request: JoinRequest, searching: LeaderCandidate | None, excluded: Container[str] = frozenset()
-) -> tuple[MessageCode, str]:
+def verdict(request: JoinRequest, searching: LeaderCandidate | None) -> tuple[MessageCode, str]:
     """The answer to a request to join, and the suggested leader if there is one.
 
-    The wire contract fixes the order of the checks. The `excluded` peers have broken the protocol before.
+    The wire contract fixes the order of the checks.
     """
     if searching is None or searching.assembled:
         return MessageCode.NOT_LOOKING_FOR_GROUP, ""
@@ -162,7 +159,6 @@ def verdict(
         or not math.isfinite(request.expiration)
         or not _gather_is_sound(request)
         or searching.member.mode is Mode.CLIENT
-        or request.endpoint in excluded
     ):
         return MessageCode.PROTOCOL_VIOLATION, ""
     if request.schema_hash != searching.schema_hash or not searching.names_fit(request.names):
@@ -294,11 +290,9 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
             f"{leader} began a group in which this peer has weight {announced.weight:g} and mode "
             f"{announced.mode.name}; it sent {own.weight:g} and {own.mode.name}"
         )
-    digest = group_digest(message.group_id, names, message.gathered)
-    large = id_is_bound(message.group_id, names, message.gathered, large_parts=True)
-    joins = large or id_is_bound(message.group_id, names, message.gathered, joins_parts=True)
-    bound = joins or id_is_bound(message.group_id, names, message.gathered)
-    return Group(message.group_id, members, leader, digest, bound, joins, large)
+    large = id_says(message.group_id, names, message.gathered, large_parts=True)
+    joins = large or id_says(message.group_id, names, message.gathered, joins_parts=True)
+    return Group(message.group_id, members, leader, joins, large)
 
 
 @dataclass(slots=True)
@@ -334,7 +328,6 @@ def candidates(
     standing: Callable[[str], LeaderStanding] = lambda _: LeaderStanding.GOOD,
     excluded: Container[str] = frozenset(),
     deserters_from: float = math.inf,
-    leads: bool = False,
 ) -> tuple[list[Declaration], float | None]:
     """The peers to ask now: those whose declarations come before `own`, without those that have just refused.
 
@@ -348,8 +341,6 @@ def candidates(
         standing: the standing of each peer, from earlier requests.
         excluded: peers that are not asked.
         deserters_from: when deserters may be asked too.
-        leads: whether the asking peer has followers. It would send them to the new leader, so then it asks no repeat
-            deserter.
 
     Returns:
         The peers and, if there is none, when to look again at the latest; None if only at a change.
@@ -369,8 +360,7 @@ def candidates(
                 continue
             ask_from = refusal.retry_at
         if (its_standing := standing(endpoint)) >= LeaderStanding.DESERTER:
-            barred = leads and its_standing is LeaderStanding.REPEAT_DESERTER
-            ask_from = math.inf if barred else max(ask_from, deserters_from)
+            ask_from = max(ask_from, deserters_from)
         if ask_from <= now:
             ranked.append((its_standing, candidate))
         elif ask_from < math.inf:
@@ -387,23 +377,18 @@ def requests_to_start(pending: int, overdue: int) -> int:
     return 0 if pending else min(max(1, overdue), MAX_OPEN_REQUESTS)
 
 
-def head_start(own: float | None, others: float | None, unanswered: int, suspicion: int, fruitless: int = 0) -> float:
+def head_start(own: float | None, others: float | None, unanswered: int) -> float:
     """The head start of a request in seconds: until it is over, no other peer is asked and no complete group begins.
 
     Args:
         own: how long the peer usually takes to answer, with room for variation; None if too little is known.
         others: the median of that over all peers; None if it is known of none.
         unanswered: number of requests in a row that it did not answer.
-        suspicion: see `ResponseHistory.suspicion`.
-        fruitless: number of requests in a row that were answered late and led to no group.
     """
     if unanswered >= MAX_UNANSWERED:
         return 0.0
-    if own is not None:
-        own /= 2.0 ** min(fruitless, 10)
-    else:
-        new = MAX_HEAD_START if others is None else NEW_PEER_HEAD_START
-        own = max(new / 2.0 ** min(suspicion, 10), others or 0.0)
+    if own is None:
+        own = MAX_HEAD_START if others is None else max(NEW_PEER_HEAD_START, others)
     return min(max(own, MIN_HEAD_START), MAX_HEAD_START)
 
 

@@ -99,8 +99,6 @@ class SearchConfig:
         group_wait: seconds that one declaration lasts.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
-        known_members_only: whether to refuse a group with members that discovery does not know. Open runs allow them,
-            since other implementations form groups without discovery records.
         ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
             If None, it stays as long as the declaration that it replaces.
         in_group_lifetime: seconds for which the record of a group stays where only one may have the key: as long as its
@@ -114,7 +112,6 @@ class SearchConfig:
     group_wait: float
     clock: Callable[[], float]
     rng: random.Random
-    known_members_only: bool = False
     ended_lifetime: float | None = None
     in_group_lifetime: float = 60.0
 

@@ -24,7 +24,7 @@ from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.probe import ProbeService
 from averaging.protocol import Mode, attach, pack_gather, progress_key
-from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
+from averaging.receipts import DriftCheck, PeerStatus, ReadByService, Receipt, TrainingProgress
 from averaging.security import read_credentials
 from averaging.seeds import FoundSeeds, Seeds
 from averaging.state import ExtraState, Snapshots, State, StateLimits, download, largest_state
@@ -103,7 +103,7 @@ class Peer(InProcess):
     also cancels tasks of grpcio (1.85), which may crash.
 
     The tensors may have any shape (also empty, 0-dim or non-contiguous) and be float16, bfloat16, float32 or float64 on
-    CPU or GPU. They are written once a round, when its result is complete; with `in_place`, part by part.
+    CPU or GPU. They are written once a round, when its result is complete.
 
     Args:
         tensors: the tensors, in the same order at all peers; a mapping gives them names.
@@ -314,12 +314,9 @@ class Peer(InProcess):
     @property
     def excluded(self) -> dict[str, float]:
         """The excluded peers, and until when, in seconds since the epoch."""
-        return self._entered.rounds.conduct.exclusions.excluded(self._clock())
-
-    @property
-    def offences(self) -> dict[str, Mapping[DropCode, int]]:
-        """Counts of protocol violations and of NaN or infinity by each peer, in the last day or so."""
-        return self._entered.rounds.conduct.exclusions.counts
+        now = self._entered.loop.time()
+        excluded = self._entered.rounds.conduct.excluded(now)
+        return {name: self._clock() + until - now for name, until in excluded.items()}
 
     @property
     def progress(self) -> RunProgress:
@@ -441,7 +438,7 @@ class Peer(InProcess):
     async def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
         """Finds a group and averages tensors with it.
 
-        Cancelling it leaves the group in order. The tensors are not changed then, unless `in_place` is set or the
+        Cancelling it leaves the group in order. The tensors are not changed then, unless the
         result was being written already, which is completed first. Changes that the application makes to the tensors
         meanwhile are overwritten by the average; with `reply_form="delta"` they are kept.
 
@@ -539,7 +536,6 @@ class Peer(InProcess):
             names,
             self.schema,
             silence=self.config.stall_timeout,
-            deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
             limits=StateLimits(
                 largest_state(self.schema) + self.further_state_bytes,

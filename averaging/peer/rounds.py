@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from averaging.allreduce import AllReduce, LyingLeaderError, Prepared, RoundResult
-from averaging.common import CLIENT_PREFIX, counted, is_count, is_number, spelled
+from averaging.allreduce import AllReduce, Prepared, RoundResult
+from averaging.common import counted, is_count, is_number, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
@@ -130,7 +130,7 @@ class Rounds:
         self._idle = asyncio.Event()  # no round is in progress
         self._idle.set()
         self._drained = False
-        self.conduct = Conduct(deadlines=service.deadlines)
+        self.conduct = Conduct(service.deadlines)
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema, kept for later rounds if `lasting`."""
@@ -146,7 +146,6 @@ class Rounds:
                 given.group_wait,
                 self._clock,
                 self._rng,
-                known_members_only=given.is_closed,
                 ended_lifetime=None if lasting else self._over_lifetime(OVER_LIFETIME),
                 in_group_lifetime=self._over_lifetime(given.round_timeout),
             )
@@ -193,9 +192,7 @@ class Rounds:
                 if reason := self._too_small(group):
                     await allreduce.leave()
                     raise RoundError(reason)
-                adopt = partial(topic.write_now, allowed=self._may_write) if topic.writes_early else None
-                prepare, timeout = partial(self._prepare, round_), self._config.round_timeout
-                round_.result = await allreduce.run(prepare, timeout, adopt)
+                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
                 await self._adopt(round_, group, round_.result)
         if round_.group is not None and not round_.receipt.averaged:
             await self._let_another_begin(round_)
@@ -332,16 +329,21 @@ class Rounds:
             yield allreduce
             averaged = True
         except RoundError as error:
-            if isinstance(error, LyingLeaderError):
-                self.conduct.exclusions.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         finally:
             self._service.round = None
             result = allreduce.result()
-            self.conduct.exclusions.note_dropped(result.proven_drops, self._clock())
-            self.conduct.exclusions.note_reach(result.one_way, result.answered, self._clock())
+            self._note_faults(group, result)
             if self._service.matchmaking is not None:
                 self._service.matchmaking.note_end(whole=averaged and not result.dropped)
+
+    def _note_faults(self, group: Group, result: RoundResult) -> None:
+        at_fault = {*result.one_way}
+        at_fault |= {lost.endpoint for lost in result.dropped if lost.code is DropCode.PROTOCOL_VIOLATION}
+        for name in at_fault:
+            self.conduct.note_fault(name, asyncio.get_running_loop().time())
+        for name in set(result.answered) - at_fault:
+            self.conduct.note_well(name)
 
     def _too_small(self, group: Group) -> str:
         """Why this peer leaves a group that is too small; empty if it is large enough."""
@@ -430,12 +432,8 @@ class Rounds:
             self._transport,
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
-            proven=self._is_proven,
             residual=None if feedback is None else feedback.replies,
         )
-
-    def _is_proven(self, endpoint: str) -> bool:
-        return self._config.tls_cert is not None and not endpoint.startswith(CLIENT_PREFIX)
 
     async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies.
@@ -471,9 +469,6 @@ class Rounds:
     def _share(self, round_: _Round) -> float:
         group = round_.group
         return 0.0 if group is None else group.members[group.index(self._endpoint)].weight / group.total_weight
-
-    def _may_write(self) -> bool:
-        return not self._snapshots.needs_copy
 
     async def _adopt(self, round_: _Round, group: Group, result: RoundResult) -> None:
         """Writes the result to the tensors.

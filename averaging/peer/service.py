@@ -18,67 +18,9 @@ from averaging.matchmaking import Matchmaking
 from averaging.probe import SOFTWARE
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.receipts import MAX_READERS, PeerStatus, ReadByService, ReceiptBook, TrainingProgress, Watched
-from averaging.state import MIN_RATE, Snapshots, Throughput, pack
-from averaging.tensors import Schema, nbytes_of
+from averaging.state import Snapshots, pack
+from averaging.tensors import Schema
 from averaging.timing import Deadline, Deadlines, FairTimeout
-
-# A semaphore with a limit per host, so that one host cannot take all places.
-
-
-class HostQueue:
-    """Limits concurrent callers, in total and per host.
-
-    A free place goes to the host with the fewest places. Hosts with equally many are served in turn, and the callers of
-    one host in order of arrival. So a host with many waiting callers does not delay the others.
-
-    Args:
-        in_all: number of places.
-        per_host: maximum number of places of one host.
-    """
-
-    def __init__(self, in_all: int, per_host: int) -> None:
-        self._quota = HostQuota(in_all, per_host)
-        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}  # by host, the next one first
-
-    def taken_by(self, host: str) -> int:
-        return self._quota.taken_by(host)
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self._waiting)
-
-    async def enter(self, host: str) -> None:
-        """Takes a place; waits until there is one."""
-        if self._quota.take(host):
-            return
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(host, {})[granted] = None
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():  # it was granted a place at the same time
-                self.leave(host)
-                raise
-            queue = self._waiting[host]
-            del queue[granted]
-            if not queue:
-                del self._waiting[host]
-            raise
-
-    def leave(self, host: str) -> None:
-        """Returns a place."""
-        self._quota.leave(host)
-        able = [host for host in self._waiting if self._quota.has_room(host)]
-        if able:
-            host = min(able, key=self._quota.taken_by)
-            queue = self._waiting.pop(host)
-            granted = next(iter(queue))
-            del queue[granted]
-            if queue:
-                self._waiting[host] = queue  # behind the other hosts
-            self._quota.take(host)
-            granted.set_result(None)
-
 
 logger = logging.getLogger("averaging.peer")
 
@@ -86,7 +28,7 @@ LEAST_WAIT = 0.5
 """Seconds after which a status names the peers for which this one waits."""
 
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
-"""Concurrent downloads at one donor, in total and per host; further ones wait in a queue."""
+"""Concurrent downloads at one donor, in total and per host; further ones wait a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +80,8 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self.snapshots = snapshots
         self._started = started
-        self._downloads = HostQueue(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
-        self._sending, self._sent = 0, asyncio.Event()  # downloads in progress; set when one has ended
+        self._downloads = HostQuota(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        self._download_ended = asyncio.Condition()
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
@@ -185,46 +127,35 @@ class PeerService:
         """Serves the last committed state without the part that the caller already has; nothing if it is not shared.
 
         Raises:
-            BusyError: no place became free in time for another download, or one of the caller's host; or other callers
-                wait and this one reads slower than `MIN_RATE`.
+            BusyError: no place became free in time for another download, or one of the caller's host.
         """
         if not self.snapshots.shared:
             return
         try:
-            async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller times out
-                await self._downloads.enter(caller)
+            # Shorter than the caller waits, so that it learns why.
+            async with asyncio.timeout(self._config.stall_timeout / 2), self._download_ended:
+                await self._download_ended.wait_for(lambda: self._downloads.take(caller))
         except TimeoutError:
             own = self._downloads.taken_by(caller)
             busy = f"{own} downloads of your host" if own >= DOWNLOADS_PER_HOST else f"{MAX_DOWNLOADS} downloads"
             raise BusyError(f"{busy} of the state of {self._endpoint} are in progress; ask another donor") from None
-        self._sending += 1
         try:
             async with self._preparing:
                 snapshot = await self.snapshots.latest(self._config.stall_timeout)
-            clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
-            taken = Throughput(MIN_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
-                if self._downloads.wanted and not taken.time_left(clock()):
-                    raise BusyError(
-                        f"others wait for the state of {self._endpoint}, and you read it too slowly: {taken}"
-                    )
                 yield message
-                left -= len(message.tensor_part.buffer) if message.tensor_part else 0
-                taken.update(left, clock())
         finally:
-            self._sending -= 1
-            self._sent.set()
             self._downloads.leave(caller)
+            async with self._download_ended:
+                self._download_ended.notify_all()
 
     async def end_downloads(self, seconds: float) -> None:
         """Waits until nobody downloads the state, for at most so long. A download that is cut off can be resumed."""
         try:
-            async with asyncio.timeout(seconds):
-                while self._sending:
-                    self._sent.clear()
-                    await self._sent.wait()
+            async with asyncio.timeout(seconds), self._download_ended:
+                await self._download_ended.wait_for(lambda: not self._downloads.total)
         except TimeoutError:
-            logger.warning("left while %s still downloaded the state", counted(self._sending, "peer"))
+            logger.warning("left while %s still downloaded the state", counted(self._downloads.total, "peer"))
 
     def get_schema(self) -> Schema:
         return self.matchmaking.schema if self.matchmaking else self._schema

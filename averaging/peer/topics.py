@@ -291,7 +291,6 @@ class TopicOptions(TypedDict, total=False):
         decay: factor of the residuals in each round with `TOP_K`; 0.95 if not given.
         error_feedback: whether the error of a lossy codec is added to what is sent in the next round; `TOP_K` has its
             own.
-        in_place: whether averages are written as they arrive, see `PeerConfig`; the peer's setting if None.
     """
 
     adopt: Adopt | str
@@ -300,7 +299,6 @@ class TopicOptions(TypedDict, total=False):
     top_k: TopK | None
     decay: float
     error_feedback: bool
-    in_place: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +312,6 @@ class Topic:
         commits: whether the result is a new version of the downloadable state.
         feedback: errors of a lossy codec so far, or with `TOP_K` what was not sent; None without error feedback, and
             with deltas.
-        in_place: whether averages may be written as they arrive, see `PeerConfig`.
     """
 
     tensors: SharedTensors
@@ -322,7 +319,6 @@ class Topic:
     adopt: Adopt
     commits: bool
     feedback: ErrorFeedback | SparseFeedback | None
-    in_place: bool
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
         """A copy that does not compress the tensors of these names; for topics that were not averaged yet."""
@@ -356,16 +352,6 @@ class Topic:
             else:
                 self.tensors.write(changes(replace(result, parts=list(parts))), self._how)
 
-    def write_now(self, part: Part, values: torch.Tensor, allowed: Callable[[], bool]) -> bool:
-        """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did."""
-        changes = [(piece.tensor, piece.start, elements) for piece, elements in part.divide(values)]
-        return self.tensors.write_now(changes, self._how, allowed)
-
-    @property
-    def writes_early(self) -> bool:
-        """Whether `write_now` may be called."""
-        return self.in_place and self.adopt is Adopt.AVERAGE and self.feedback is None
-
     @property
     def _how(self) -> Write:
         if self.adopt is Adopt.CHANGE:
@@ -384,7 +370,6 @@ def make_topic(
     top_k: TopK | None = None,
     decay: float = 0.95,
     error_feedback: bool = False,
-    in_place: bool | None = None,
 ) -> Topic:
     """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
 
@@ -422,8 +407,7 @@ def make_topic(
                 "what a single peer still has to send; use aggregation='mean', or leave error_feedback out"
             )
         feedback = ErrorFeedback(schema)
-    in_place = config.in_place if in_place is None else in_place
-    return Topic(tensors, schema, adopt, commits, feedback, in_place)
+    return Topic(tensors, schema, adopt, commits, feedback)
 
 
 # The options of a round.
@@ -477,8 +461,7 @@ class RoundOptions(TypedDict, total=False):
             declaration expires. Of a phase with `once` no second group begins while the first one averages.
         follows: whether this peer only joins groups that others lead, without being waited for.
         confirm: function that is awaited with the group once the result is there. It returns why the result is not
-            adopted, and the round has failed then; or nothing. It does not work together with `in_place`, and is not
-            for strategies.
+            adopted, and the round has failed then; or nothing. It is not for strategies.
     """
 
     weight: float

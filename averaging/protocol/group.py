@@ -99,9 +99,6 @@ MAX_GROUP_SIZE = 4096
 
 GROUP_ID_BYTES, NONCE_BYTES = 20, 6
 
-MAX_METADATA_BYTES = 1024
-"""Longer metadata comes from other software and is ignored."""
-
 _WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the gather array
 
 
@@ -150,10 +147,6 @@ class Group:
         group_id: the id on the wire; a secret of the members during the round.
         members: the members in the leader's order, the same at every member. The first is not necessarily the leader.
         leader: endpoint of the leader; empty if unknown.
-        digest: SHA-256 of the id, the members in order, and their gathers, as the leader announced them here; empty if
-            unknown.
-        bound: whether the id is bound to these members, order and gathers, so that the leader cannot have announced
-            another group with the same id. Ids from leaders of other software are not.
         joins_parts: whether several small slices of tensors are one part, since all members can send them so. The id
             says it, see `make_group_id`.
         large_parts: whether parts are larger than the schema's, since all members want that. The id says it as well.
@@ -162,8 +155,6 @@ class Group:
     group_id: bytes
     members: tuple[Member, ...]
     leader: str = ""
-    digest: bytes = b""
-    bound: bool = False
     joins_parts: bool = False
     large_parts: bool = False
 
@@ -210,7 +201,7 @@ def make_group_id(
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
-def id_is_bound(
+def id_says(
     group_id: bytes,
     endpoints: Sequence[str],
     gathered: Sequence[bytes],
@@ -223,43 +214,10 @@ def id_is_bound(
     return group_id == make_group_id(nonce, endpoints, gathered, joins_parts=joins_parts, large_parts=large_parts)
 
 
-def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
-    """SHA-256 of a group as its leader announced it. Two members have the same digest if they got the same group."""
-    announced = struct.pack("<I", len(group_id)) + group_id + _canonical(endpoints, gathered)
-    return hashlib.sha256(b"averaging.v1.Group" + announced).digest()
-
-
 def _canonical(endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
     pieces = [endpoint.encode(errors="surrogatepass") for endpoint in endpoints] + list(gathered)
     lengths = struct.pack(f"<{1 + len(pieces)}I", len(endpoints), *map(len, pieces))
     return lengths + b"".join(pieces)
-
-
-def pack_metadata(group: Group, conflicting: bytes = b"") -> bytes:
-    """Packs the metadata of a stream's first message, or of the leave notice of a member whose leader lied.
-
-    Args:
-        group: the group as it was announced to this peer.
-        conflicting: digest of another group that was announced to another member with the same id.
-
-    Returns:
-        msgpack of {"group": digest}, plus {"heard": conflicting} if there is one.
-    """
-    digests = {"group": group.digest} | ({"heard": conflicting} if conflicting else {})
-    return pack(digests) if group.digest else b""
-
-
-def conflicting_digest(group: Group, metadata: bytes) -> bytes:
-    """The digest in a message's metadata of another group with the same id; empty if there is none.
-
-    Metadata of other software is ignored.
-    """
-    if not group.digest or not metadata or len(metadata) > MAX_METADATA_BYTES:
-        return b""
-    fields = _unpack(metadata)
-    digests = [fields.get("group"), fields.get("heard")] if isinstance(fields, dict) else []
-    others = [digest for digest in digests if isinstance(digest, bytes) and digest != group.digest]
-    return others[0][:32] if others else b""
 
 
 def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = None) -> bytes:

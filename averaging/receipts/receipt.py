@@ -13,7 +13,7 @@ from averaging.receipts.drift import Drift, DriftKind
 
 
 class Outcome(StrEnum):
-    """How a round ended. Tensors are "unchanged" except that `in_place` may have written some averages before."""
+    """How a round ended."""
 
     AVERAGED = "averaged"
     """The tensors hold the group's average, except for the parts of dropped reducers."""
@@ -49,8 +49,6 @@ class DropCode(StrEnum):
     """It violated the protocol."""
     NON_FINITE = "non_finite"
     """It sent NaN or infinity."""
-    OTHER_GROUP = "other_group"
-    """It reports that the leader announced another group to it: other members, order or weights."""
     CANCELLED = "cancelled"
     """It left the round, or it dropped this peer."""
     INTERNAL_ERROR = "internal_error"

@@ -5,13 +5,12 @@ how long each may take), `assembler` (pieces in, state out), `downloads` (the wh
 """
 
 from averaging.state.assembler import StateAssembler, StateLimits, largest_state
-from averaging.state.donors import MIN_RATE, Donors, Throughput
+from averaging.state.donors import Donors
 from averaging.state.downloads import download, of_all_members
 from averaging.state.manifest import State, pack
 from averaging.state.snapshots import NO_EXTRA_STATE, ExtraState, Snapshots
 
 __all__ = [
-    "MIN_RATE",
     "NO_EXTRA_STATE",
     "Donors",
     "ExtraState",
@@ -19,7 +18,6 @@ __all__ = [
     "State",
     "StateAssembler",
     "StateLimits",
-    "Throughput",
     "download",
     "largest_state",
     "of_all_members",

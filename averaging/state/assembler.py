@@ -12,7 +12,6 @@ import torch
 from averaging.common import first_moved_name, first_other_name, spelled
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import Buffer, DownloadData, Resume, WireTensor
-from averaging.state.donors import PER_TENSOR
 from averaging.state.manifest import (
     State,
     StateTensor,
@@ -148,10 +147,6 @@ class StateAssembler:
     @property
     def count(self) -> int:
         return len(self._announced)
-
-    @property
-    def left(self) -> int:
-        return self.nbytes - self.received + PER_TENSOR * (len(self._announced) - len(self._done))
 
     @property
     def kept(self) -> ReceivedState:

@@ -11,20 +11,17 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
-from averaging.protocol import DownloadData, Resume
+from averaging.protocol import Resume
 from averaging.state.assembler import ReceivedState, StateAssembler, StateLimits
-from averaging.state.donors import DonorDeadlines
+from averaging.state.donors import LEAST_RATE, DonorWatch
 from averaging.state.manifest import State
 from averaging.tensors import Schema
-from averaging.timing import Deadlines
 from averaging.transport import Transport, is_alive
 
 logger = logging.getLogger("averaging.state")
 
 TRIES_PER_DONOR = 5
-"""Maximum number of downloads from one donor that is lost repeatedly but delivers more each time. Downloads in which it
-was too slow do not count: `throughput.expected_rate` bounds their number."""
-
+"""Maximum number of downloads from one donor that is lost or slow repeatedly but delivers more each time."""
 
 SMALL = 1 << 10
 """Bytes of a message that passes in one packet everywhere: IPv6 requires 1,280 bytes with all headers."""
@@ -36,7 +33,6 @@ async def download(
     schema: Schema | None,
     *,
     silence: float,
-    deadlines: Deadlines | None = None,
     declared: Mapping[str, float] | None = None,
     limits: StateLimits | None = None,
     on_progress: Callable[[StateAssembler], object] = lambda _: None,
@@ -44,16 +40,14 @@ async def download(
     """Downloads the state from the first of `donors` that delivers it completely.
 
     If a donor is lost, the next one that has the same state continues where it stopped, if it supports that; see
-    `averaging.state.manifest`. A lost donor is asked again after the others if it delivered new data, or as
-    `DonorDeadlines` says. A donor that is much slower than the fastest one of the last hour is replaced by the next.
-    No donor can hold up the download forever: `Throughput.limit` bounds each try, and the number of tries is bounded.
+    `averaging.state.manifest`. So it is if a donor is much slower than a slow link while others are left. A lost donor
+    is asked again after the others if it delivered new data, or answers calls but has not begun to send.
 
     Args:
         transport: this peer's transport.
         donors: endpoints, best first.
         schema: schema of this peer's tensors; None accepts any tensors.
         silence: seconds without a message after which a donor is given up.
-        deadlines: learned deadlines, which replace `silence`, and rates. They are kept between downloads.
         declared: versions of the donors' states as declared in discovery. A donor that has an earlier version was
             restarted, and is asked again only after all others.
         limits: which states are refused.
@@ -65,9 +59,7 @@ async def download(
     Raises:
         StateError: no donor delivered the state. The message has the reason for each donor.
     """
-    if deadlines is None:
-        deadlines = Deadlines(silence, silence, "timeout")
-    return await _Download(transport, schema, deadlines, declared or {}, limits, on_progress).load(donors)
+    return await _Download(transport, schema, silence, declared or {}, limits, on_progress).load(donors)
 
 
 def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[str]:
@@ -81,17 +73,17 @@ class _Download:
         self,
         transport: Transport,
         schema: Schema | None,
-        deadlines: Deadlines,
+        silence: float,
         declared: Mapping[str, float],
         limits: StateLimits | None,
         on_progress: Callable[[StateAssembler], object],
     ) -> None:
         self._transport, self._schema, self._limits = transport, schema, limits
-        self._declared = declared
-        self._donor_deadlines = DonorDeadlines(deadlines)
+        self._declared, self._silence = declared, silence
         self._on_progress = on_progress
         self._kept = ReceivedState()
         self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
+        self._prepare: set[str] = set()  # those of them that answer calls
         self._only_small: dict[str, bool] = {}  # whether donors answer, but deliver no more than one small message
 
     async def load(self, donors: Sequence[str]) -> tuple[State, str]:
@@ -133,30 +125,27 @@ class _Download:
                 continue
             # If the states differ, the one with more data is kept: donors that are asked later may have either.
             self._kept = max(self._kept, assembler.kept, key=lambda state: state.nbytes)
-            deadlines = self._donor_deadlines
-            retry = donor not in deadlines.too_slow and (self._kept.nbytes > before or deadlines.should_retry(donor))
-            max_tries = TRIES_PER_DONOR + deadlines.times_slow[donor]
-            if assembler.outdated or (interrupted and retry and tries[donor] < max_tries):
+            retry = interrupted and self._kept.nbytes > before and tries[donor] < TRIES_PER_DONOR
+            if assembler.outdated or retry:
                 queue.append(donor)
         text = _error_text(self._reason(donor, error) for donor, error in failures.items())
         raise StateError(text, gone, unconnected=_some_unconnected(failures.values()))
 
     async def _preparing(self) -> list[str]:
-        """Donors that sent nothing but answer calls, and did not yet get the extended deadline for that."""
-        asked = list(self._not_started)
+        """Donors that sent nothing but answer calls: they get more time, once."""
+        asked = [donor for donor in self._not_started if donor not in self._prepare]
         self._not_started.clear()
         alive = await asyncio.gather(*(self._is_alive(donor) for donor in asked))
-        for donor in itertools.compress(asked, alive):
-            self._donor_deadlines.set_preparing(donor)
-            self._only_small.setdefault(donor, True)
-        preparing = [donor for donor in asked if self._donor_deadlines.should_retry(donor)]
+        preparing = list(itertools.compress(asked, alive))
+        self._prepare.update(preparing)
         for donor in preparing:
+            self._only_small.setdefault(donor, True)
             logger.warning("%s answers but has not begun to send its state; still waiting, it may be large", donor)
         return preparing
 
     async def _is_alive(self, donor: str) -> bool:
         try:
-            async with asyncio.timeout(self._donor_deadlines.ping_timeout):
+            async with asyncio.timeout(self._silence / 3):
                 return await is_alive(self._transport, donor)
         except TimeoutError:
             return False
@@ -164,10 +153,7 @@ class _Download:
     def _reason(self, donor: str, error: Exception) -> str:
         text = str(error) if getattr(error, "endpoint", None) == donor else f"{donor}: {error}"
         if isinstance(error, TimeoutError) and self._only_small.get(donor):
-            text += (
-                " (only small messages arrive from it, so the path may lose large packets: `averaging doctor --deep` "
-            )
-            text += "measures that, and a smaller MTU here or there is a remedy)"
+            text += " (only small messages arrive from it, so the path may lose large packets: try a smaller MTU)"
         return text
 
     async def _read(
@@ -178,38 +164,26 @@ class _Download:
         *,
         alone: bool,
     ) -> None:
-        count = 0
+        started = False
+        watch = DonorWatch(self._silence, preparing=donor in self._prepare, least_rate=0.0 if alone else LEAST_RATE)
         try:
-            async with (
-                self._donor_deadlines.watch(donor, alone=alone) as watch,
-                aclosing(self._transport.download_state(donor, resume)) as messages,
-            ):
+            async with watch, aclosing(self._transport.download_state(donor, resume)) as messages:
                 async for message in messages:
-                    if not count or _has_content(message):
-                        watch.message_received()
-                    piece = message.tensor_part
-                    is_small = not count and len(message.metadata) + (len(piece.buffer) if piece else 0) <= SMALL
+                    nbytes = len(message.tensor_part.buffer) if message.tensor_part else 0
+                    is_small = not started and len(message.metadata) + nbytes <= SMALL
                     self._only_small[donor] = self._only_small.get(donor, True) and is_small
+                    started = True
                     assembler.feed(message)
-                    watch.delivered(assembler.left)
                     self._on_progress(assembler)
-                    count += 1
-                if assembler.complete:
-                    watch.finished()
+                    watch.received(nbytes)
         except TimeoutError:
-            if not count:
+            if not started:
                 self._not_started[donor] = None
             raise
 
 
 def _some_unconnected(answers: Iterable[object]) -> bool:
     return any(isinstance(answer, PeerUnreachableError) and answer.unconnected for answer in answers)
-
-
-def _has_content(message: DownloadData) -> bool:
-    """Whether a message makes progress. A donor could send empty messages forever, so they do not count as life."""
-    piece = message.tensor_part
-    return piece is not None and bool(piece.dtype or len(piece.buffer))
 
 
 def _error_text(failures: Iterable[str]) -> str:

@@ -146,10 +146,6 @@ class Snapshots:
         if shared:
             tensors.before_application_writes = self._copy_once
 
-    @property
-    def needs_copy(self) -> bool:
-        return self.shared and self._copy is None
-
     def commit(self, version: int) -> None:
         """Commits the present values of the tensors under `version`, or the last version if that is greater.
 

@@ -300,8 +300,6 @@ class LocalSGD(Strategy):
             self._topic = training.topic("", self._delayed.copies, **options)
             self._topic.tensors.before_reading = self._delayed.complete if self._delayed.waits else None
         else:
-            # StrategyContext waits for the round, so nothing reads the tensors while only some of them are averaged.
-            options["in_place"] = True
             self._topic = training.topic("", tensors, **options)
         self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys() - training.iterates().keys())
         return self._topic

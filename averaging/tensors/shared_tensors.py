@@ -277,32 +277,6 @@ class SharedTensors:
                 torch._foreach_copy_(pieces, news)
         return iter(others)
 
-    def write_now(
-        self,
-        changes: Sequence[tuple[int, int, torch.Tensor]],
-        how: Write,
-        condition: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Writes all changes to contiguous CPU tensors if the lock is free now; returns whether it did.
-
-        Args:
-            changes: see `write`.
-            how: combination with the old elements, as in `write`.
-            condition: callback under the lock; nothing is written if it returns False.
-        """
-        # A tensor that is tied to another one may not have been sent yet.
-        if any(self._readable(index) is None or index in self._tied for index, _, _ in changes):
-            return False
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            if not condition():
-                return False
-            self.write(changes, how)
-        finally:
-            self._lock.release()
-        return True
-
     def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
         """Overwrites all tensors with `sources` of the same shapes. The caller holds the lock."""
         for tensor, source in zip(self.tensors, sources, strict=True):

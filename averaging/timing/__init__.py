@@ -6,7 +6,6 @@ from the earlier behaviour of each peer).
 
 from averaging.timing.fair_timeout import TICKS, FairClock, FairTimeout, expire, interval_of, learned_timeout
 from averaging.timing.learned_deadlines import (
-    LATEST_FACTOR,
     SLOW_LINK,
     VERDICT_SECONDS,
     Deadline,
@@ -17,7 +16,6 @@ from averaging.timing.learned_deadlines import (
 )
 
 __all__ = [
-    "LATEST_FACTOR",
     "SLOW_LINK",
     "TICKS",
     "VERDICT_SECONDS",

@@ -15,71 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from averaging.common import backoff_delay, counted
-
-# The best recent rate at which donors delivered a state, to compare slow donors with. Pure: `now` is passed in.
-
+from averaging.common import counted
 
 SLOW_LINK = 10e6 / 8
 """Rate in bytes/s that is presumed of a slow link, 10 Mbit/s."""
 
-MIN_SECONDS = 1.0
-"""A shorter transfer counts as if it had taken this long, and only if a slow link would have taken longer."""
-
 LIFETIME = 3600.0
-"""Seconds after which a rate, or an unused kind of wait, is forgotten: the network may have changed."""
-
-
-class Rates:
-    """The best rate at which a whole state was delivered in the last hour."""
-
-    def __init__(self) -> None:
-        self._best, self._since = 0.0, float("-inf")
-
-    def record(self, nbytes: int, seconds: float, now: float) -> None:
-        """Records a complete transfer from a donor."""
-        rate = nbytes / max(seconds, MIN_SECONDS)
-        if seconds < MIN_SECONDS and rate < SLOW_LINK:
-            return  # for example the rest of a resumed download
-        if (best := self.best(now)) is None or rate >= best:
-            self._best, self._since = rate, now
-
-    def best(self, now: float) -> float | None:
-        return self._best if now - self._since <= LIFETIME else None
-
-
-# Members that have held a whole round up lately, and therefore get less time for a while. Pure.
-
-
-FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
-"""Duration of the first probation in seconds, which doubles with each further one, and the longest duration."""
-
-FORGET_SECONDS = 24 * 3600.0
-"""After this time without a probation the next one is as long as the first."""
-
-MAX_REMEMBERED = 1024
-
-
-class Probation:
-    """Remembers members that were given up because they held a round up. All times are monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[str, tuple[int, float]] = OrderedDict()  # count, and end; the latest last
-
-    def add(self, endpoint: str, now: float) -> None:
-        """Puts a member on probation. A second call during its probation changes nothing, so that it ends."""
-        count, until = self._until.get(endpoint, (0, 0.0))
-        if now < until:
-            return
-        if now >= until + FORGET_SECONDS:
-            count = 0
-        self._until[endpoint] = count + 1, now + backoff_delay(FIRST_SECONDS, MAX_SECONDS, count)
-        self._until.move_to_end(endpoint)
-        if len(self._until) > MAX_REMEMBERED:
-            self._until.popitem(last=False)
-
-    def includes(self, endpoint: str, now: float) -> bool:
-        return now < self._until.get(endpoint, (0, 0.0))[1]
+"""Seconds after which an unused kind of wait is forgotten: the network may have changed."""
 
 
 MEDIAN_FACTOR = 4.0
@@ -135,10 +77,6 @@ class Phase(StrEnum):
     """A reducer answers a ping."""
     VERDICT = "verdict"
     """A leader answers a join request."""
-    STATE = "state"
-    """A donor begins to send its state."""
-    CHUNK = "chunk"
-    """A donor sends the next chunk of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +134,13 @@ class Deadlines:
         longest: name of the option that sets `upper`.
 
     Attributes:
-        rates: how fast donors have delivered their state.
         fast: whether the last large round moved 1 MiB in less than `FAST_PART_SECONDS`.
-        probation: members that have held a whole round up.
     """
 
     def __init__(self, lower: float, upper: float, longest: str = "stall_timeout") -> None:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
-        self.rates = Rates()
         self.fast = False
-        self.probation = Probation()
         self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
         self._guesses: dict[tuple[Phase, int], Deadline | None] = {}  # until more is known
 

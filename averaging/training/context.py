@@ -336,8 +336,6 @@ class StrategyContext:
         Tensors with the name of a buffer are never compressed: a codec has one scale for large and small values, which
         running variances and constants do not survive.
         """
-        if self.site.size > 1:
-            options["in_place"] = False  # a result is adopted by all ranks, or by none
         options.setdefault("commits", self._has_parameters(tensors.values()))
         made = self.peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()

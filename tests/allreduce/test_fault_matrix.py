@@ -178,7 +178,7 @@ def only_what_is_new() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize(("fault", "role", "moment"), one_in(3, ROUNDS))
+@pytest.mark.parametrize(("fault", "role", "moment"), one_in(6, ROUNDS))
 def test_a_round(fault: str, role: str, moment: str) -> None:
     async def main() -> None:
         world = World(FAULTS.index(fault) * 100 + MOMENTS.index(moment), role)

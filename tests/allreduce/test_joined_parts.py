@@ -73,8 +73,11 @@ def test_distances_of_clip_are_measured_in_the_parts_of_the_contract(rule: str, 
     assert len(partition(schema, [1.0], joins=True)[0]) == parts
 
 
-@pytest.mark.parametrize("compression", DENSE)
-@given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=6), seed=st.integers(0, 1000))
+@given(
+    compression=st.sampled_from(DENSE),
+    lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+)
 def test_each_slice_is_encoded_as_if_it_were_alone(compression: CompressionType, lengths: list[int], seed: int) -> None:
     values = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed))
     apart = [encode(piece, compression) for piece in torch.split(values, lengths)]
@@ -97,14 +100,11 @@ def test_joined_slices_of_a_wrong_length_are_refused(compression: CompressionTyp
 
 
 @pytest.mark.parametrize("compression", DENSE)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_round_gives_the_same_with_joined_parts(seed: int, compression: CompressionType) -> None:
-    shapes = [(number % 7 + 1,) for number in range(60)] + [(3, 50), (), (0,)]
+def test_a_round_gives_the_same_with_joined_parts(compression: CompressionType) -> None:
+    shapes = [(number % 7 + 1,) for number in range(20)] + [(3, 50), (), (0,)]
     rounds = {}
     for joins in (False, True):
-        simulation = Simulation(
-            seed, nodes(3), shapes, compression=compression, part_size_bytes=8192, joins_parts=joins
-        )
+        simulation = Simulation(1, nodes(3), shapes, compression=compression, part_size_bytes=8192, joins_parts=joins)
         virtual_time.run(simulation.run())
         assert not any(result.dropped or result.kept_local for result in simulation.results.values())
         rounds[joins] = simulation
@@ -119,7 +119,7 @@ def test_a_round_gives_the_same_with_joined_parts(seed: int, compression: Compre
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_member_that_dies_leaves_whole_parts(seed: int) -> None:
     simulation = Simulation(seed, nodes(3), [(5,)] * 40, part_size_bytes=200, joins_parts=True)
     victim = random.Random(seed).choice(nodes(3)).endpoint
@@ -145,19 +145,14 @@ def test_parts_are_joined_if_all_followers_can(joining: set[str], expected: bool
     message = rules.assemble(leader, dict.fromkeys(["me:1", *names], GATHER), random.Random(1))
     groups = [rules.read_group(message, name, "me:1", GATHER) for name in ("me:1", *names)]
     assert [group.joins_parts for group in groups] == [expected] * 3
-    assert all(group.bound for group in groups)
-    # The id says it, so no leader can say different things to two members of one group.
-    other = replace(message, ordered_group_endpoints=message.ordered_group_endpoints[::-1])
-    assert not rules.read_group(other, "a:1", "me:1", GATHER).bound
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_peers_join_their_parts(in_place: bool) -> None:
+def test_peers_join_their_parts() -> None:
     swarm = Swarm(5)
     numbers = [[torch.full((number % 5,), float(peer)) for number in range(200)] for peer in range(4)]
 
     async def main() -> None:
-        options = {"group_size": 4, "in_place": in_place, "share_state": False, "part_size_bytes": 1 << 14}
+        options = {"group_size": 4, "share_state": False, "part_size_bytes": 1 << 14}
         peers = [swarm.peer(f"peer:{number}", one, **options) for number, one in enumerate(numbers, start=1)]
         receipts = await swarm.average_together(peers, 3)
         assert all(receipt.averaged and not receipt.dropped for own in receipts for receipt in own)

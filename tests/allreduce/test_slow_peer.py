@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from functools import cache
 from statistics import median
 from typing import Any
 
@@ -23,7 +22,7 @@ from averaging.receipts.status import INDEX
 from averaging.testing import virtual_time
 from averaging.training.history import History, Progress
 from tests.receipts.test_step_rate import HOSTILE
-from tests.support.selection import one_in, rest_is_long
+from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site
 
@@ -32,11 +31,19 @@ SLOW = NAMES[-1]
 TIMES = 10.0
 
 
-def four(strategy: str, *, times: float = TIMES, until: float = 120.0) -> Run:
-    """A run of four peers; a step of the last one takes so many times as long as one of the others."""
+def simulated(strategy: str, *, times: float, until: float, step_rate: object = None) -> list[Site]:
+    """A run of four peers; a step of the last one takes so many times as long as one of the others.
+
+    Args:
+        step_rate: what is announced in its name until it starts, if anything.
+    """
     sites = [Site(name, [NAMES[0]] if number else [], 0.05 * number) for number, name in enumerate(NAMES)]
     sites[-1].step_seconds = times * STEP_SECONDS
-    return Run(1, strategy, sites, until=until, group_wait=40.0)
+    run = Run(1, strategy, sites, until=until, group_wait=40.0)
+    if step_rate is None:
+        return run.simulate()
+    sites[-1].starts = 3.0
+    return run.simulate(before_it_starts(run, step_rate))
 
 
 def receipts_of(sites: Sequence[Site], name: str) -> list[Receipt]:
@@ -45,22 +52,21 @@ def receipts_of(sites: Sequence[Site], name: str) -> list[Receipt]:
     return [receipt for receipt in found if len(receipt.members) == len(NAMES)]
 
 
-@cache
-def simulated(strategy: str, times: float = TIMES) -> list[Site]:
-    return four(strategy, times=times).simulate()
-
-
 def rate_of(receipts: Sequence[Receipt], name: str) -> float:
     rates = [one.step_rate for receipt in receipts for one in receipt.accounts if one.endpoint == name]
     return median(rate for rate in rates if rate is not None)
 
 
+REMEDIES = {"local": "fewer local steps", "diloco": "every", "gradients": "target_batch_size"}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_receipts_of_the_others_name_the_slow_peer_and_its_own_name_nobody(strategy: str) -> None:
-    sites = simulated(strategy)
+def test_the_others_name_the_slow_peer_its_step_rate_and_what_to_do(strategy: str) -> None:
+    sites = simulated(strategy, times=TIMES, until=80.0)
+    units = 4 if strategy == "gradients" else 1  # samples of a step
     for name in NAMES[:-1]:
         receipts = receipts_of(sites, name)
-        assert len(receipts) >= 4
+        assert len(receipts) >= 3
         for receipt in receipts:
             late = receipt.last_to_arrive
             assert late is not None
@@ -73,40 +79,25 @@ def test_all_receipts_of_the_others_name_the_slow_peer_and_its_own_name_nobody(s
     own = receipts_of(sites, SLOW)
     assert own
     assert all(receipt.last_to_arrive is None for receipt in own)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_receipts_have_the_step_rate_of_each_member_without_the_time_in_which_it_waits(strategy: str) -> None:
-    sites = simulated(strategy)
-    units = 4 if strategy == "gradients" else 1  # samples of a step
-    for teller in NAMES:
-        receipts = receipts_of(sites, teller)
+    for teller in NAMES:  # the time in which a peer waits is no part of its rate
         for name in NAMES:
             seconds = STEP_SECONDS * (TIMES if name == SLOW else 1.0)
-            assert rate_of(receipts, name) == pytest.approx(units / seconds, rel=0.15)
+            assert rate_of(receipts_of(sites, teller), name) == pytest.approx(units / seconds, rel=0.15)
+    for tellers in (NAMES, NAMES[:1]):
+        lines = list(explain([one for name in tellers for one in receipts_of(sites, name)], summary_only=True))
+        assert f"last to arrive: {SLOW}" in next(line for line in lines if line.startswith("last to arrive"))
+        assert SLOW in next(line for line in lines if line.startswith("step rate"))
+        assert REMEDIES[strategy] in next(line for line in lines if line.startswith("hint"))
 
 
 @pytest.mark.parametrize("strategy", rest_is_long(reversed(STRATEGIES)))
 def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
     """Their steps take from 0.8 to 1.2 times the usual time."""
-    sites = simulated(strategy, times=1.0)
+    sites = simulated(strategy, times=1.0, until=30.0)
     told = [receipt for name in NAMES for receipt in receipts_of(sites, name)]
-    assert len(told) > 100
+    assert len(told) > 20
     assert not [receipt for receipt in told if receipt.last_to_arrive is not None]
     assert "last to arrive: no peer regularly" in list(explain(told, summary_only=True))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "remedy"), [("local", "fewer local steps"), ("diloco", "every"), ("gradients", "target_batch_size")]
-)
-@pytest.mark.parametrize("tellers", [NAMES, NAMES[:1]], ids=["all", "one of the others"])
-def test_explain_names_it_and_what_to_do(strategy: str, remedy: str, tellers: Sequence[str]) -> None:
-    sites = simulated(strategy)
-    lines = list(explain([one for name in tellers for one in receipts_of(sites, name)], summary_only=True))
-    named = next(line for line in lines if line.startswith("last to arrive"))
-    assert f"last to arrive: {SLOW}" in named
-    assert SLOW in next(line for line in lines if line.startswith("step rate"))
-    assert remedy in next(line for line in lines if line.startswith("hint"))
 
 
 def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -135,11 +126,9 @@ def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, N
     return announce
 
 
-@pytest.mark.parametrize("value", one_in(4, [*HOSTILE, 1e6]), ids=repr)
-def test_a_step_rate_that_is_a_lie_or_nonsense_changes_nothing_about_who_is_named(value: Any) -> None:
-    run = four("local", until=60.0)
-    run.sites[-1].starts = 3.0
-    sites = run.simulate(before_it_starts(run, value))
+@pytest.mark.parametrize("value", rest_is_long([1e6, *HOSTILE[1:]], 2), ids=repr)
+def test_a_step_rate_that_is_nonsense_changes_nothing_about_who_is_named(value: Any) -> None:
+    sites = simulated("local", times=TIMES, until=40.0, step_rate=value)
     receipts = receipts_of(sites, NAMES[0])
     assert receipts
     assert all(one.last_to_arrive is not None and one.last_to_arrive.endpoint == SLOW for one in receipts)
@@ -189,7 +178,7 @@ def named(receipt: Receipt) -> tuple[str, Any]:
     return late.endpoint, late.seconds
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_client_that_comes_late_is_named_by_its_leader_and_nobody_else_is(seed: int) -> None:
     swarm = Swarm(seed)
     peers = patient(swarm, [Mode.NODE, Mode.NODE, Mode.NODE, Mode.CLIENT])

@@ -16,6 +16,7 @@ from averaging.protocol import MeanOver, Member, Mode, TopK
 from averaging.testing import virtual_time
 from tests.allreduce.sparse_rounds import SparseSimulation
 from tests.support.rounds import STALL_TIMEOUT, nodes
+from tests.support.selection import rest_is_long
 
 
 def check_same_bytes(simulation: SparseSimulation) -> list[torch.Tensor]:
@@ -43,8 +44,7 @@ def check(simulation: SparseSimulation) -> None:
 
 
 @pytest.mark.parametrize("mean_over", MeanOver)
-@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 16, 4), (1 / 2, 8), (1.0, 2)])
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize(("count", "density", "bits"), [(1, 1 / 16, 4), (2, 1 / 64, 2), (3, 1 / 2, 8), (8, 1.0, 2)])
 def test_all_members_hold_the_average(count: int, density: float, bits: int, mean_over: MeanOver) -> None:
     simulation = SparseSimulation(count, nodes(count), top_k=TopK(density, bits, mean_over))
     virtual_time.run(simulation.run())
@@ -66,15 +66,15 @@ def test_clients_auxiliaries_and_weights(clients: int, auxiliaries: int) -> None
     check(simulation)
 
 
-NUMEL = 10 * 4096
+NUMEL = 4 * 4096
 
 
 def test_all_that_was_decoded_and_what_reducers_have_lost_is_the_sum_of_the_averages() -> None:
     """Also if the shards move from one reducer to another, and if one round in between is not applied."""
-    top_k, residuals = TopK(1 / 16, 4), {f"peer:{port}": ReplyResidual() for port in range(1, 10)}
+    top_k, residuals = TopK(1 / 16, 4), {f"peer:{port}": ReplyResidual() for port in range(1, 6)}
     decoded, averages = np.zeros(NUMEL), np.zeros(NUMEL)
-    for number in range(5):
-        members = nodes(8 + number % 2)
+    for number in range(4):
+        members = nodes(4 + number % 2)
         simulation = SparseSimulation(
             number, members, [(64, NUMEL // 64)], top_k=top_k, part_size_bytes=1024, residuals=residuals
         )
@@ -86,7 +86,7 @@ def test_all_that_was_decoded_and_what_reducers_have_lost_is_the_sum_of_the_aver
             for part in simulation.parts:
                 averages[part.slices[0].start : part.slices[0].stop] += np.nan_to_num(simulation.expected(part))
     residues = [residual for residual in residuals.values() if residual.tensors]
-    assert len(residues) >= 8
+    assert len(residues) >= 4
     lost = torch.stack([residual.tensors[0] for residual in residues]).double().sum(dim=0).numpy()
     np.testing.assert_allclose(decoded + lost, averages, atol=1e-5)
     # A reply has 256 levels, and what it loses does not add up from round to round.
@@ -127,7 +127,7 @@ def check_parts(simulation: SparseSimulation, survivors: Sequence[str], lost: st
         assert min(np.abs(whole - np.nan_to_num(one)).max() for one in candidates) < 1e-5
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", rest_is_long(range(24), 6))
 def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
     simulation = SparseSimulation(seed, nodes(4), top_k=TopK(1 / 8, 4), part_size_bytes=512)
     survivors = ["peer:1", "peer:2", "peer:3"]
@@ -146,7 +146,7 @@ def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> N
     check_parts(simulation, survivors, "peer:4")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_is_long(range(12), 3))
 def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> None:
     simulation = SparseSimulation(seed, nodes(4), top_k=TopK(1 / 8, 8), part_size_bytes=512)
     survivors = ["peer:1", "peer:2", "peer:3"]
@@ -166,9 +166,9 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
     check_parts(simulation, survivors, "peer:4")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_is_long(range(12), 3))
 def test_a_member_that_leaves_announces_it(seed: int) -> None:
-    simulation = SparseSimulation(seed, nodes(3), top_k=TopK(1 / 8, 4), part_size_bytes=512, proven=True)
+    simulation = SparseSimulation(seed, nodes(3), top_k=TopK(1 / 8, 4), part_size_bytes=512)
     took = 0.0
 
     async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
@@ -183,7 +183,7 @@ def test_a_member_that_leaves_announces_it(seed: int) -> None:
     check_parts(simulation, ["peer:1", "peer:2"], "peer:3")
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", rest_is_long(range(24), 6))
 def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
     rng = random.Random(seed)
     count, loss = rng.randrange(2, 9), rng.choice([0.001, 0.01, 0.1])
@@ -218,11 +218,10 @@ def test_a_block_may_have_more_bytes_than_a_part_and_than_the_window(monkeypatch
 # Bytes.
 
 
-@pytest.mark.parametrize("density", [1 / 32, 1 / 64, 1 / 128])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "density"), [(2, 1 / 32), (4, 1 / 128)])
 def test_contributions_take_14_bits_for_each_element_that_is_sent(count: int, density: float) -> None:
-    shapes = [(128, 512), (512, 128), (256, 256), (512, 512), (1024, 256)]
-    simulation = SparseSimulation(count, nodes(count), shapes, top_k=TopK(density), part_size_bytes=1 << 16)
+    shapes = [(128, 512), (256, 256)]
+    simulation = SparseSimulation(count, nodes(count), shapes, top_k=TopK(density), part_size_bytes=1 << 14)
     virtual_time.run(simulation.run())
     blocks = sum(rows * columns for rows, columns in shapes) / 4096
     one = blocks * 14 * simulation.top_k.kept(4096) / 8  # bytes of all parts of a member

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,10 +18,9 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
-from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines
 from averaging.transport.base import Transport
 from tests.support.fake_transport import OneLane
-from tests.support.swarm import Swarm, scalars
 
 ME, DEAD, GOOD, MUTE = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
@@ -57,7 +55,7 @@ def searcher(
     transport: object, discovery: Discovery, *, group_size: int, deadlines: Deadlines | None = None
 ) -> Matchmaking:
     config = SearchConfig("run", ME, group_size, 2, 30.0, virtual_time.clock, random.Random(1))
-    conduct = Conduct() if deadlines is None else Conduct(deadlines=deadlines)
+    conduct = Conduct(deadlines)
     return Matchmaking(config, SCHEMA, cast("Transport", transport), discovery, conduct=conduct)
 
 
@@ -169,22 +167,3 @@ def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request(verdict: 
             assert (group.leader, set(group.endpoints)) == (ME, {MUTE, ME})
 
     virtual_time.run(main())
-
-
-def test_the_status_shows_the_deadlines_of_answers_and_donors() -> None:
-    swarm = Swarm(1)
-
-    async def main() -> None:
-        peers = [swarm.peer(f"peer:{number}", [tensor], group_size=3) for number, tensor in enumerate(scalars(3, 1), 1)]
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            for _ in range(4):
-                await asyncio.gather(*(peer.average() for peer in peers))
-            for _ in range(MIN_WAITS):
-                await peers[0].download_state(donors=["peer:1"])
-            shown = {(one.endpoint, one.phase): one for peer in peers for one in peer.status.deadlines}
-        assert any(phase is Phase.VERDICT for _, phase in shown)
-        assert shown["peer:1", Phase.STATE].deadline == 1.0
-
-    swarm.simulate(main())

@@ -29,7 +29,7 @@ from averaging.errors import ConfigError, StateError
 from averaging.protocol.group import Mode, ReplyForm
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 
-HIDDEN = {"in_place", "on_drift"}
+HIDDEN = {"on_drift"}
 """Options of the library that the command does not have: one for benchmarks, and one for training."""
 
 

@@ -250,14 +250,6 @@ def test_options_of_a_topic_may_be_given_by_name() -> None:
         make_topic(config, tensors, adopt="add")
 
 
-def test_averages_are_written_early_only_if_the_tensors_adopt_the_average() -> None:
-    """With Adopt.WHOLE another part may still be missing, and error feedback needs the tensors unchanged."""
-    config, tensors = PeerConfig(run_id="run", in_place=True), SharedTensors([torch.ones(2)])
-    assert [how for how in Adopt if make_topic(config, tensors, adopt=how).writes_early] == [Adopt.AVERAGE]
-    assert not make_topic(config, tensors, error_feedback=True).writes_early
-    assert not make_topic(config, tensors, in_place=False).writes_early
-
-
 def test_adopting_the_whole_never_uses_deltas() -> None:
     config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}

@@ -26,7 +26,7 @@ def test_options_and_commands_are_those_of_the_code() -> None:
 def test_the_basic_options_come_first_and_none_is_missing() -> None:
     names = re.findall(r"^\| `(\w+)` \|", reference.options_page(), re.MULTILINE)
     assert names[:3] == ["run_id", "join", "listen"]
-    assert set(names) == option_names() - {"in_place"} | {"run_id"}
+    assert set(names) == option_names() | {"run_id"}
     assert len(names) == len(set(names))
 
 

@@ -1,7 +1,7 @@
 """How fast repeated averaging in groups brings peers together: rounds of one number per peer, without the protocol.
 
-Three ways to form the groups: by the library's group bits, by a fixed grid as in the simulation of the authors of
-Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239), and at random. A failure lasts one round.
+Two ways to form the groups: by the library's group bits, and by a fixed grid as in the simulation of the authors of
+Moshpit averaging (Ryabinin et al., 2021, arXiv:2103.03239). A failure lasts one round.
 """
 
 from __future__ import annotations
@@ -90,43 +90,19 @@ def bits_rounds(
     return _rounds(peers.round(probability, failure) for _ in itertools.count())
 
 
-def grid_rounds(side: int, axes: int, seed: int, probability: float = 0.0, *, spoils: bool = False) -> int:
-    """The same where every peer has a place in a grid for ever, and the lines along one axis after the other average.
-
-    Args:
-        spoils: a peer that fails spoils the round of its whole group; otherwise the others average without it.
-    """
-    return _rounds(_grid(side, axes, np.random.default_rng(seed), probability, spoils))
+def grid_rounds(side: int, axes: int, seed: int, probability: float = 0.0) -> int:
+    """The same where every peer has a place in a grid for ever, and lines along one axis after the other average."""
+    return _rounds(_grid(side, axes, np.random.default_rng(seed), probability))
 
 
-def random_rounds(count: int, groups: int, seed: int) -> int:
-    """The same with equal random groups, without failures."""
-    return _rounds(_random(count, groups, np.random.default_rng(seed)))
-
-
-def average_at_random(values: Values, groups: int, rng: np.random.Generator) -> Values:
-    """One round of equal random groups; a new array."""
-    order = rng.permutation(len(values)).reshape(groups, -1)
-    averaged = np.empty_like(values)
-    averaged[order] = values[order].mean(axis=1, keepdims=True)
-    return averaged
-
-
-def _grid(side: int, axes: int, rng: np.random.Generator, probability: float, spoils: bool) -> Iterator[Values]:
+def _grid(side: int, axes: int, rng: np.random.Generator, probability: float) -> Iterator[Values]:
     values = rng.standard_normal((side,) * axes)
     axis = 0
     while True:
         works = rng.random(values.shape) >= probability
         sums, counts = (values * works).sum(axis, keepdims=True), works.sum(axis, keepdims=True)
-        values = np.where(counts == side if spoils else works, sums / np.maximum(counts, 1), values)
+        values = np.where(works, sums / np.maximum(counts, 1), values)
         axis = (axis + 1) % axes
-        yield values
-
-
-def _random(count: int, groups: int, rng: np.random.Generator) -> Iterator[Values]:
-    values = rng.standard_normal(count)
-    while True:
-        values = average_at_random(values, groups, rng)
         yield values
 
 

@@ -16,7 +16,6 @@ from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError
 from averaging.matchmaking import Quorum
-from averaging.matchmaking.conduct import MAX_REMEMBERED, LoggedDifferences
 from averaging.matchmaking.rules import pack_looking
 from averaging.peer import ExpectedAtFirst, RoundOptions, Topic, rounds
 from averaging.protocol.group import pack_gather
@@ -27,7 +26,7 @@ from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, groups_of, scalars, spread
 
 
-@pytest.mark.parametrize("seed", rest_is_long(range(20), 4))
+@pytest.mark.parametrize("seed", rest_is_long(range(20), 2))
 def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(16, seed)
@@ -39,7 +38,7 @@ def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
         assert receipt.seconds < 3.0
 
 
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.long)], ids=len)
 def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
     """Two to five peers that start at the same moment, some with the very same expiration, all find a group."""
     for seed in seeds:
@@ -56,7 +55,7 @@ def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
             assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
 
 
-@pytest.mark.parametrize("seed", rest_is_long(range(10), 3))
+@pytest.mark.parametrize("seed", rest_is_long(range(10)))
 def test_a_group_that_is_not_full_begins_when_its_leader_s_declaration_expires(seed: int) -> None:
     swarm = Swarm(seed)
     tensors = scalars(3, seed)
@@ -128,14 +127,6 @@ def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
 
 
-def test_the_number_of_remembered_differences_is_limited() -> None:
-    logged = LoggedDifferences()
-    first, second, *others = [f"peer:{n} averages something else" for n in range(MAX_REMEMBERED + 1)]
-    assert all(logged.add(difference) for difference in (first, second, *others))
-    assert not logged.add(second)
-    assert logged.add(first)
-
-
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
     options: dict[str, Any] = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}
@@ -158,7 +149,7 @@ def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> No
     assert receipt.outcome is Outcome.AVERAGED, receipt
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_is_long(range(5), 2))
 def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
     swarm = Swarm(seed)
     modes = [Mode.NODE, Mode.NODE, Mode.CLIENT, Mode.CLIENT, Mode.AUXILIARY, Mode.AUXILIARY]
@@ -403,7 +394,7 @@ def test_a_topic_of_its_own_for_every_average_leaves_little_behind(monkeypatch: 
     swarm.simulate(main())
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(2, 4), (4, 3), (8, 2), pytest.param(8, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("size", "rounds"), rest_is_long([(2, 3), (4, 2), (4, 3), (8, 3)], 2))
 def test_a_grid_of_groups_reaches_the_exact_mean(size: int, rounds: int) -> None:
     swarm, count = Swarm(3), size**rounds
     tensors = scalars(count, 3)
@@ -461,12 +452,12 @@ def test_a_dropped_bit_is_back_at_the_next_search() -> None:
     assert found[4:] == [whole, shorter]
 
 
-@pytest.mark.parametrize("seed", rest_is_long(range(30), 8))
+@pytest.mark.parametrize("seed", rest_is_long(range(30), 3))
 def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> None:
     """Peers die and calls break at random; every round of a survivor ends in bounded time with a receipt."""
     rng = random.Random(seed)
     swarm = Swarm(seed, loss=rng.choice([0.0, 0.002, 0.02]))
-    count = rng.randrange(4, 24)
+    count = rng.randrange(4, 16)
     tensors = scalars(count, seed)
     peers = [
         swarm.peer(
@@ -551,7 +542,7 @@ def test_wrappers_prefixes_and_tensors_without_names_keep_nobody_apart() -> None
         assert (receipt.outcome, len(receipt.members)) == (Outcome.AVERAGED, 4)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", rest_is_long(range(6), 2))
 @pytest.mark.parametrize("mode", [Mode.AUXILIARY, Mode.NODE])
 def test_a_leader_without_names_mixes_nobody_who_has_others(seed: int, mode: Mode) -> None:
     """An auxiliary has none, since nothing of its tensors is in the average."""

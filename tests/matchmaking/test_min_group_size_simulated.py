@@ -16,6 +16,7 @@ from averaging import Outcome, Peer, Receipt
 from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.receipts.receipt import DropCode
 from averaging.testing.transport import MemoryTransport
+from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 
 SECONDS = 12.0
@@ -44,23 +45,22 @@ def receipts_of(swarm: Swarm, peers: Sequence[Peer], pause: float = 2.0) -> list
             for peer in peers:
                 await stack.enter_async_context(peer)
             found = await asyncio.gather(*(live(peer, pause) for peer in peers))
-            assert not any(peer.offences or peer.excluded for peer in peers)
+            assert not any(peer.excluded for peer in peers)
             return found
 
     return swarm.simulate(main())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("group_size", [4, 6])
-@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_all_mixes_of_sizes(count: int, group_size: int) -> None:
+@pytest.mark.parametrize("count", rest_is_long([3, 2, 4]))
+def test_all_mixes_of_sizes(count: int) -> None:
     """All peers that can average do, in groups that are large enough for each member; the others have no group."""
-    for seed, sizes in enumerate(itertools.product([2, 3, min(5, group_size)], repeat=count)):
+    for seed, sizes in enumerate(itertools.combinations_with_replacement([2, 3, 4], count)):
         swarm = Swarm(seed)
         peers = [
             swarm.peer(
                 f"peer:{number + 1}",
                 [tensor],
-                group_size=group_size,
+                group_size=4,
                 min_group_size=size,
                 group_wait=2.0,
                 round_timeout=12.0,
@@ -135,7 +135,7 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
             for peer in peers:
                 await stack.enter_async_context(peer)
             receipts = await asyncio.gather(*(peer.average() for peer in peers))
-            assert not any(peer.offences or peer.excluded for peer in peers)
+            assert not any(peer.excluded for peer in peers)
             return receipts
 
     *rest, receipt = swarm.simulate(main())

@@ -6,27 +6,18 @@ until the variance of standard normal values is below 1e-9, mean of 10 runs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from tests.matchmaking.mixing import (
-    Failure,
-    GroupBits,
-    Values,
-    average_at_random,
-    bits_rounds,
-    grid_rounds,
-    random_rounds,
-)
+from tests.matchmaking.mixing import Failure, GroupBits, bits_rounds, grid_rounds
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 
-SEEDS = range(10)
-MANY = range(300)
+SEEDS = range(4)
+MANY = range(60)
 PUBLISHED = {(8, 3, 0.005): 7.7, (8, 3, 0.01): 8.5, (32, 2, 0.005): 5.4, (32, 2, 0.01): 5.8}
 """Rounds by side of the grid, axes, and the probability with which each peer fails in a round."""
 
@@ -72,54 +63,13 @@ def test_lost_contributions_cost_no_more_rounds_than_published(side: int, axes: 
     assert mean(rounds) <= PUBLISHED[side, axes, probability] + noise(alike)
 
 
-@pytest.mark.parametrize("failure", [Failure.SHARD, Failure.PLACE])
-@pytest.mark.parametrize(("side", "axes"), rest_is_long([(8, 3), (32, 2)]))
-def test_no_failure_costs_what_a_group_spoiled_by_it_would(side: int, axes: int, failure: Failure) -> None:
-    """With its shard or its place a failure costs more rounds than its contribution alone, but fewer than that."""
-    rounds = [bits_rounds(side, axes, seed, 0.01, failure) for seed in SEEDS]
-    spoiled = [grid_rounds(side, axes, seed, 0.01, spoils=True) for seed in SEEDS]
-    assert mean(rounds) < mean(spoiled) - 3 * math.hypot(noise(rounds), noise(spoiled))
-
-
-@pytest.mark.parametrize(("count", "groups", "published"), [(512, 64, 10.2), (1024, 32, 6.2)])
-def test_equal_random_groups_need_the_published_rounds(count: int, groups: int, published: float) -> None:
-    rounds = [random_rounds(count, groups, seed) for seed in MANY]
-    assert abs(mean(rounds) - published) < 2 * noise(rounds)
-
-
-@pytest.mark.parametrize(("count", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4)])
-def test_equal_random_groups_shrink_the_variance_exactly_so_on_average_over_all_groupings(
-    count: int, groups: int
-) -> None:
-    values = np.random.default_rng(count).standard_normal(count)
-    orders = np.array(list(itertools.permutations(values)))
-    variances = orders.reshape(len(orders), groups, -1).mean(axis=2).var(axis=1)
-    assert math.isclose(variances.mean() / values.var(), (groups - 1) / (count - 1), rel_tol=1e-12)
-
-
-@pytest.mark.parametrize(("count", "groups"), [(512, 64), (1024, 32), (60, 20), (100, 10)])
-def test_equal_random_groups_shrink_the_variance_by_groups_less_one_over_peers_less_one(
-    count: int, groups: int
-) -> None:
-    rng = np.random.default_rng(count)
-
-    def shrinkage(values: Values) -> float:
-        return float(average_at_random(values, groups, rng).var() / values.var())
-
-    draws = [shrinkage(rng.standard_normal(count)) for _ in range(2000)]
-    error = np.std(draws, ddof=1) / math.sqrt(len(draws))
-    assert abs(np.mean(draws) - (groups - 1) / (count - 1)) < 4 * error
-    assert error < 0.02 * np.mean(draws)
-
-
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [5, 6, 9, 10])
-def test_matchmaking_leaves_alone_whom_the_model_leaves_alone(count: int, seed: int) -> None:
+def test_matchmaking_leaves_alone_whom_the_model_leaves_alone(count: int) -> None:
     """More peers than fit into a group: full ones, one of the rest, and nobody for a single peer that is left."""
-    swarm = Swarm(seed)
+    swarm = Swarm(count)
     peers = [
         swarm.peer(f"peer:{n + 1}", [tensor], group_size=4, group_wait=5.0, round_timeout=8.0)
-        for n, tensor in enumerate(scalars(count, seed))
+        for n, tensor in enumerate(scalars(count, count))
     ]
     sizes = Counter(len(receipts[0].members) for receipts in swarm.simulate(swarm.average_together(peers)))
     assert sizes.pop(4) == count // 4 * 4

@@ -12,7 +12,7 @@ from averaging import Outcome, Peer, Receipt
 from tests.support import leaks
 from tests.support.swarm import Swarm
 
-STRIDE = 5
+STRIDE = 11
 """Every so many steps of the loop are tried: neighbouring ones mostly find the attempt at the same await."""
 
 

@@ -80,7 +80,7 @@ def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
     generator = torch.Generator().manual_seed(0)
     feedback = ErrorFeedback(describe(["w"], [torch.empty(300, dtype=dtype)], compression=code, part_size_bytes=4096))
     put_in, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
-    for round_ in range(100):
+    for round_ in range(50):
         tensor = torch.randn(300, generator=generator).to(dtype)
         inputs = feedback.inputs([tensor])
         assert inputs[0].dtype is dtype
@@ -99,7 +99,7 @@ def test_the_residuals_are_on_the_cpu_whatever_device_torch_uses_by_default() ->
     assert feedback.inputs([torch.ones(4)])[0].tolist() == [1.0] * 4
 
 
-SIZE = 1024
+SIZE, ROUNDS = 1024, 40
 FRACTIONS = (0.02, 0.05, 0.1, 0.3, 0.45)
 """Changes in each round, in steps of int8: the largest element of every block is 127."""
 
@@ -161,20 +161,19 @@ def worst(
     *,
     adds: bool = False,
 ) -> float:
-    """How many steps too much or too little the changes of 100 rounds have come to, at all members alike."""
+    """How many steps too much or too little the changes of `ROUNDS` rounds have come to, at all members alike."""
     rounds, rng = LossyRounds(members(0), code, dtype, adds), random.Random(7)
-    for number in range(100):
+    for number in range(ROUNDS):
         group = members(number)
         rng.shuffle(group)  # which member reduces what changes
         rounds.next_round(number, group)
     first, *others = (rounds.parameters[member.endpoint] for member in members(0) if member.sends)
     assert all(torch.equal(first, other) for other in others)
     came = first - rounds.begin
-    return max((came[place + 1 :: 8] - 100 * each).abs().max().item() for place, each in enumerate(FRACTIONS))
+    return max((came[place + 1 :: 8] - ROUNDS * each).abs().max().item() for place, each in enumerate(FRACTIONS))
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["parameters", "changes"])
-@pytest.mark.parametrize("code", LOSSY)
+@pytest.mark.parametrize(("code", "adds"), [*((code, False) for code in LOSSY), (CompressionType.BLOCKWISE_INT8, True)])
 def test_changes_below_a_step_of_the_code_arrive(code: CompressionType, adds: bool) -> None:
     """What the replies lose is not lost either, whoever reduces the next time."""
     assert worst(lambda _: nodes(3), code, adds=adds) <= 2.0
@@ -185,15 +184,10 @@ def test_what_an_average_loses_in_bfloat16_arrives() -> None:
     assert worst(lambda _: nodes(3), CompressionType.NONE, torch.bfloat16, adds=True) <= 2.0
 
 
-@pytest.mark.parametrize("count", [2, 5, 8])
-def test_they_arrive_in_groups_of_any_size(count: int) -> None:
-    assert worst(lambda _: nodes(count), adds=True) <= 2.0
-
-
 OTHERS: dict[str, Callable[[int], list[Member]]] = {
     "changing weights": lambda n: [Member(f"peer:{at + 1}", weight=1.0 + 9 * ((n + at) % 4)) for at in range(4)],
     "a weight that is 0 at times": lambda n: [*nodes(2), Member("peer:3", weight=float(n % 2))],
-    "a weight of 0": lambda _: [*nodes(2), Member("peer:3", weight=0.0)],
+    "eight members": lambda _: nodes(8),
     "an auxiliary": lambda _: [*nodes(2), Member("peer:3", mode=Mode.AUXILIARY)],
     "a client": lambda _: [*nodes(2), Member("client::0", mode=Mode.CLIENT)],
 }

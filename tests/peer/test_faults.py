@@ -108,7 +108,7 @@ def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) ->
     wait_until_given_back(processes, before)
 
 
-@pytest.mark.parametrize("fault", rest_is_long([Fault.HALF_OPEN, Fault.CORRUPT, Fault.STALL, Fault.CUT], 2))
+@pytest.mark.parametrize("fault", rest_is_long([Fault.HALF_OPEN, Fault.CORRUPT, Fault.STALL, Fault.CUT]))
 def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, lane: str) -> None:
     with proxies(lane) as (before_it, behind):
         proxy, behind = before_it[-1], FAULTY | behind

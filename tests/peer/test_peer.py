@@ -230,14 +230,12 @@ def awkward(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("reply", list(ReplyForm))
-async def test_tensors_of_all_kinds(reply: ReplyForm, in_place: bool) -> None:
+async def test_tensors_of_all_kinds(reply: ReplyForm) -> None:
     everybody = [awkward(seed) for seed in range(3)]
     expected = {name: sum(t[name].detach().double() for t in everybody) / 3 for name in everybody[0]}
     async with AsyncExitStack() as stack:
-        options: dict[str, Any] = {"in_place": in_place, "share_state": not in_place}
-        await average(*await swarm(stack, everybody, reply_form=reply, part_size_bytes=1024, **options))
+        await average(*await swarm(stack, everybody, reply_form=reply, part_size_bytes=1024))
     for tensors in everybody:
         for name, tensor in tensors.items():
             precision = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(tensor.dtype, 1e-6)
@@ -245,13 +243,11 @@ async def test_tensors_of_all_kinds(reply: ReplyForm, in_place: bool) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("in_place", [False, True])
-async def test_the_lock_keeps_a_result_out_until_it_is_released(in_place: bool) -> None:
+async def test_the_lock_keeps_a_result_out_until_it_is_released() -> None:
     tensors = [{"w": torch.zeros(4)}, {"w": torch.full((4,), 2.0)}]
     async with AsyncExitStack() as stack:
         # The look for NaN takes the lock too, before the round; here the lock is to matter at its end.
-        options: dict[str, Any] = {"in_place": in_place, "share_state": not in_place}
-        peers = await swarm(stack, tensors, non_finite=NonFinite.ALLOW, **options)
+        peers = await swarm(stack, tensors, non_finite=NonFinite.ALLOW)
         with peers[0].tensors() as locked:
             averaging = asyncio.create_task(peers[0].average())
             await average(peers[1])

@@ -49,7 +49,7 @@ def test_clients_and_auxiliaries_in_processes(workers: Workers) -> None:
 STEPS = [("sending", 1), ("reducing", 3), ("sending", 0), ("sending", 5), ("reducing", 0), ("reducing", 12)]
 
 
-@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS, 2))
+@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS))
 def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
     processes, receipts = average_with_a_victim(workers, step, after, group_wait=8.0)
     for number, receipt in enumerate(receipts):

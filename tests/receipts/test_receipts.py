@@ -159,7 +159,7 @@ def test_a_silent_member_is_dropped_with_the_figures(seed: int) -> None:
 
 
 def test_numbers_that_are_none_have_their_own_code() -> None:
-    simulation = Simulation(1, nodes(3), [(400,)], proven=True)
+    simulation = Simulation(1, nodes(3), [(400,)])
     simulation.tensors["peer:3"][0][:] = float("nan")  # the round reads them where they are
     virtual_time.run(simulation.run())
     for name in NAMES[:2]:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from averaging.state.downloads import TRIES_PER_DONOR, download
 from averaging.state.manifest import State, check_state, pack, read_manifest, seal
 from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
-from averaging.timing.learned_deadlines import MIN_WAITS, Deadlines
 from tests.support.fake_transport import OneLane
 
 NAMES = ("a", "b", "c", "d")
@@ -262,16 +260,6 @@ async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
     assert again.received == first.nbytes
 
 
-def test_the_bytes_announced_are_counted_once_however_often_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Mock(side_effect=len)
-    monkeypatch.setattr("averaging.state.assembler.nbytes_of", counting)
-    reader = StateAssembler(SCHEMA)
-    for message in pack(seal(state(1))):
-        reader.feed(message)
-        assert reader.nbytes == len(NAMES) + 1
-    assert counting.call_count == 1
-
-
 @dataclass
 class Slow(OneLane):
     """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
@@ -285,38 +273,6 @@ class Slow(OneLane):
         await asyncio.sleep(times.pop(0) if len(times) > 1 else times[0])
         for message in pack(seal(state(1))):
             yield message
-
-
-def fetch_slowly(slow: Slow, donors: Sequence[str]) -> tuple[float, str]:
-    """Downloads after three quick ones from x:1; returns how long it took, and the donor."""
-
-    async def main() -> tuple[float, str]:
-        deadlines = Deadlines(1.0, 10.0)
-        transport = cast(Any, slow)
-        for _ in range(MIN_WAITS):
-            await download(transport, ["x:1"], SCHEMA, silence=10.0, deadlines=deadlines)
-        slow.calls.clear()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        _, donor = await download(transport, donors, SCHEMA, silence=10.0, deadlines=deadlines)
-        return loop.time() - began, donor
-
-    found: tuple[float, str] = virtual_time.run(main())
-    return found
-
-
-def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
-    slow = Slow({"x:1": [0.1] * MIN_WAITS + [60.0], "y:1": [0.1]})
-    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
-    assert donor == "y:1"
-    assert seconds == pytest.approx(1.1, abs=0.2)
-
-
-def test_an_only_donor_that_takes_longer_than_ever_is_waited_for() -> None:
-    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [60.0]})
-    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
-    assert donor == "x:1"
-    assert seconds < 20
 
 
 class Preparing(Slow):
@@ -365,45 +321,35 @@ def test_a_donor_that_lives_and_never_begins_is_given_up_in_the_end() -> None:
     assert donors.calls == ["x:1"] * 2
 
 
-@pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, 1e300, float("inf")])
-def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
+def metadata(**told: object) -> DownloadData:
+    """The first message of a state, with other fields in its metadata."""
     first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata) | {"version": version}
-    with pytest.raises(StateError, match="its (version|metadata) is"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
+    return replace(first, metadata=msgpack.encode(msgpack.decode(first.metadata) | told))
 
 
-@pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])
-def test_a_version_is_a_number(version: object) -> None:
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata) | {"version": version}
-    with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
+DESCRIBED = msgpack.decode(next(pack(seal(state(1)))).metadata)
+OTHER_NAMES = [[name, *DESCRIBED["tensors"][0][1:]] for name in (None, 3, ["w"])]
 
 
-@pytest.mark.parametrize("name", [None, 3, ["w"]])
-def test_a_tensor_s_name_is_a_string(name: object) -> None:
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata)
-    told["tensors"][0][0] = name
-    with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        *[({"version": number}, "its (version|metadata) is") for number in (-1, 2**63, 2**64 - 1, 1e300, float("inf"))],
+        *[({"version": odd}, "its metadata is unreadable") for odd in (None, "3", b"-" + b"9" * 400, [3])],
+        *[({"tensors": [other, *DESCRIBED["tensors"][1:]]}, "its metadata is unreadable") for other in OTHER_NAMES],
+        *[({"user": user}, "user is .*, not a map") for user in (msgpack.encode({"step": 3}), [["step", 3]])],
+        ({"digest": DESCRIBED["digest"][:-1]}, "tensors and [0-9]+ digests"),
+        ({"digest": [*DESCRIBED["digest"], bytes(32)]}, "tensors and [0-9]+ digests"),
+        ({"tensors": DESCRIBED["tensors"] * 2, "digest": DESCRIBED["digest"] * 2}, "have the same name"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(told: dict[str, object], error: str) -> None:
+    with pytest.raises(StateError, match=error):
+        StateAssembler(None).feed(metadata(**told))
 
 
-@pytest.mark.parametrize("user", [msgpack.encode({"step": 3}), [["step", 3]]])
-def test_what_the_application_reports_of_a_state_is_a_map(user: object) -> None:
-    """And none that is packed once more, as in a `gather`."""
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata) | {"user": user}
-    with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
-
-
-@pytest.mark.parametrize("user", [None, {}])
-def test_an_application_that_reports_nothing_gives_an_empty_map(user: object) -> None:
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata) | {"user": user}
-    assert read_manifest(msgpack.encode(told)).user == {}
+def test_an_application_that_reports_nothing_gives_an_empty_map() -> None:
+    assert read_manifest(metadata(user=None).metadata).user == {}
 
 
 @pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19])])
@@ -418,42 +364,6 @@ def test_no_more_or_fewer_bytes_come_than_were_announced(chunks: int, pieces: li
         reader.feed(message)
     with pytest.raises(StateError, match="does not fit its announcement: a tensor takes"):
         reader.feed(messages[-1])
-
-
-@pytest.mark.parametrize("digests", [-1, 1])
-def test_every_tensor_has_one_digest(digests: int) -> None:
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata)
-    told["digest"] = told["digest"][:-1] if digests < 0 else [*told["digest"], bytes(32)]
-    with pytest.raises(StateError, match="tensors and [0-9]+ digests"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
-
-
-@pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
-def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -> None:
-    class Idle:
-        async def download_state(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
-            first = next(iter(pack(seal(state(1)))))
-            assert first.tensor_part is not None
-            yield replace(first, tensor_part=replace(first.tensor_part, buffer=b"", chunks=2**31 - 1))
-            while True:
-                await asyncio.sleep(0.5)
-                yield nothing
-
-    async def main() -> None:
-        async with asyncio.timeout(100):
-            await download(cast(Any, Idle()), ["x:1"], SCHEMA, silence=5.0)
-
-    with pytest.raises(StateError, match=r"x:1: silent for 5 s"):
-        virtual_time.run(main())
-
-
-def test_two_tensors_of_one_name_are_refused() -> None:
-    first = next(pack(seal(state(1))))
-    told = msgpack.decode(first.metadata)
-    told["tensors"], told["digest"] = told["tensors"] * 2, told["digest"] * 2
-    with pytest.raises(StateError, match="two tensors have the same name"):
-        StateAssembler(None).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.stream_limits import WaitMonitor
 from averaging.matchmaking import search_state
-from averaging.matchmaking.conduct import Exclusions, ResponseHistory
+from averaging.matchmaking.conduct import Conduct
 from averaging.peer.rounds import _Round
 from averaging.receipts import Totals
 from averaging.state.assembler import StateAssembler
@@ -36,7 +36,7 @@ PASSING = (
 ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
 """Heaps that keep outdated entries for a while, such as cancelled timers, and the state that others download."""
 
-BOUNDED = (Deadlines, Exclusions, ResponseHistory, Totals)
+BOUNDED = (Deadlines, Conduct, Totals)
 """Types that remember members intentionally, up to a limit that other tests check."""
 
 

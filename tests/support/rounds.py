@@ -105,7 +105,6 @@ class Simulation:
         loss: float = 0.0,
         latency: tuple[float, float] = (0.001, 0.02),
         deadlines: dict[str, Deadlines] | None = None,
-        proven: bool = False,
         joins_parts: bool = False,
         large_parts: bool = False,
         **describing: Any,
@@ -113,7 +112,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
         group_id = self.rng.randbytes(20)
-        self.group = Group(group_id, tuple(members), "", b"announced", True, joins_parts, large_parts)
+        self.group = Group(group_id, tuple(members), "", joins_parts, large_parts)
         generator = torch.Generator().manual_seed(seed)
         self.before = {
             member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -139,7 +138,6 @@ class Simulation:
                 self.schema,
                 transport,
                 deadlines=self.deadlines[member.endpoint],
-                proven=lambda _: proven,
                 residual=self.residual_of(member.endpoint),
             )
 

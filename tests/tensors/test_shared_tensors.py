@@ -16,38 +16,6 @@ from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"), [(Write.REPLACE, [0.0, 7.0, 8.0, 3.0]), (Write.ADD, [0.0, 8.0, 10.0, 3.0])]
-)
-def test_a_part_is_written_at_once(how: Write, expected: list[float]) -> None:
-    tensor = torch.arange(4.0)
-    assert SharedTensors([torch.zeros(2), tensor]).write_now([(1, 1, torch.tensor([7.0, 8.0]))], how)
-    assert tensor.tolist() == expected
-
-
-def test_nothing_is_written_while_the_application_holds_the_lock() -> None:
-    tensor = torch.zeros(2)
-    shared = SharedTensors([tensor])
-    with shared.locked():
-        assert not shared.write_now([(0, 0, torch.ones(2))], Write.REPLACE)
-        assert tensor.tolist() == [0.0, 0.0]
-    assert shared.write_now([(0, 0, torch.ones(2))], Write.REPLACE)
-
-
-def test_a_tensor_with_gaps_waits_for_the_whole_result() -> None:
-    tensor = torch.zeros(4, 4)[:, ::2]
-    assert not SharedTensors([tensor]).write_now([(0, 0, torch.ones(2))], Write.REPLACE)
-    assert not tensor.any()
-
-
-def test_nothing_is_written_if_the_condition_is_false() -> None:
-    tensor = torch.zeros(2)
-    shared = SharedTensors([tensor])
-    assert not shared.write_now([(0, 0, torch.ones(2))], Write.REPLACE, lambda: False)
-    assert tensor.tolist() == [0.0, 0.0]
-    assert shared.write_now([(0, 0, torch.ones(2))], Write.REPLACE)  # the lock was released
-
-
 @pytest.mark.asyncio
 async def test_the_action_needs_the_lock_and_releases_it() -> None:
     shared, done = SharedTensors([torch.zeros(2)]), []
@@ -123,16 +91,6 @@ def test_writes_to_different_pieces_of_tied_tensors_are_all_kept() -> None:
     tensor = torch.arange(4.0)
     SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
     assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
-    whole = torch.zeros(6)
-    shared = SharedTensors([whole[:4], whole[2:], torch.zeros(2)])
-    assert not shared.write_now([(0, 0, torch.ones(2))], Write.REPLACE)
-    assert not shared.write_now([(1, 0, torch.ones(2))], Write.REPLACE)
-    assert shared.write_now([(2, 0, torch.ones(2))], Write.REPLACE)
-    beside = SharedTensors([whole[:2], whole[2:4], whole[4:]])
-    assert all(beside.write_now([(index, 0, torch.ones(2))], Write.REPLACE) for index in range(3))
 
 
 def test_an_empty_collection_is_refused() -> None:

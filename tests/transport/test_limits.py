@@ -14,7 +14,7 @@ import torch
 
 from averaging import Peer
 from averaging.errors import CallRefusedError, PeerUnreachableError
-from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
+from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
@@ -230,34 +230,16 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
 
 
-class Line(HostQueue):
-    """Tells when somebody waits in it."""
-
-    def __init__(self, in_all: int, per_host: int) -> None:
-        super().__init__(in_all, per_host)
-        self.waited = asyncio.Semaphore(0)
-
-    async def enter(self, host: str) -> None:
-        if not self._quota.has_room(host):
-            self.waited.release()
-        await super().enter(host)
-
-
 @pytest.mark.asyncio
 async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
+    monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
     async with Peer([large], run_id="run", stall_timeout=2.0) as peer, client(limit=32 << 20) as caller:
-        monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
-        line = Line(1, 4)
-        monkeypatch.setattr(peer._entered.service, "_downloads", line)
         async with aclosing(caller.download_state(peer.endpoint)) as first:
             await anext(first)
-            assert line.waited.locked()
             with pytest.raises(CallRefusedError, match="1 downloads of the state of .* are in progress; ask another"):
                 await anext(caller.download_state(peer.endpoint))
-            await line.waited.acquire()
             waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
-            await asyncio.wait_for(line.waited.acquire(), PATIENCE)
         assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
         await second.aclose()
 
@@ -288,7 +270,7 @@ async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.asyncio
-async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_host_s_idle_downloads_keep_no_other_from_the_state() -> None:
     large = torch.arange(64 << 18, dtype=torch.float32)  # 64 MiB, more than fits on the way
     async with (
         Peer({"w": large}, run_id="run", stall_timeout=3600.0) as peer,  # nobody who waits is sent away
@@ -298,12 +280,8 @@ async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatc
         # Several connections, and each leaves what comes unread.
         callers = [await stack.enter_async_context(client(limit=32 << 20)) for _ in range(4)]
         idle = [callers[number % 4].download_state(peer.endpoint) for number in range(MAX_DOWNLOADS)]
-        line = Line(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
-        monkeypatch.setattr(peer._entered.service, "_downloads", line)
         asked = [asyncio.ensure_future(anext(one)) for one in idle]
         async with asyncio.timeout(PATIENCE):
-            for _ in range(MAX_DOWNLOADS - DOWNLOADS_PER_HOST):
-                await line.waited.acquire()
             while sum(one.done() for one in asked) < DOWNLOADS_PER_HOST:
                 await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
         honest = await stack.enter_async_context(client(limit=32 << 20))
