@@ -91,50 +91,30 @@ class Quorum:
 
 @dataclass(slots=True)
 class LeaderCandidate:
-    """What a peer that looks for a group knows about itself.
-
-    Attributes:
-        target_group_size: number of members with which its group begins at once.
-        target_contributors: number of contributing members with which it begins at once, too, if it has
-            `min_group_size` members. If None, only `target_group_size` counts.
-        declared: expiration of its declaration; None before it has declared, and always for a client.
-        leader: the peer that it follows; empty if none.
-        followers: the peers that follow it, by endpoint.
-        min_group_sizes: the `min_group_size` of each follower.
-        assembled: whether its group is complete, so that its search is over.
-        names: digest of the names of its tensors, see `Schema.names`; empty if it contributes none.
-        follower_names: likewise of each follower.
-        joining_parts: the followers that can join parts, as this peer can.
-        large_parts: whether this peer wants parts that are larger than the schema's.
-        wanting_large_parts: the followers that want them.
-        quorum: when the group begins although expected members are missing; if None, at the declared time only.
-        follows: whether it only follows, as a client does: it declares nothing, and leads nobody.
-    """
+    """What a peer that looks for a group knows about itself."""
 
     member: Member
     schema_hash: bytes
-    target_group_size: int
-    target_contributors: int | None = None
+    target_group_size: int  # members with which its group begins at once
+    target_contributors: int | None = None  # contributing ones with which it begins, too, if `min_group_size` are there
     min_group_size: int = 2
-    declared: float | None = None
-    leader: str = ""
+    declared: float | None = None  # expiration of its declaration; None before it has declared, and for a client
+    leader: str = ""  # the peer that it follows
     followers: dict[str, Member] = field(default_factory=dict)
-    min_group_sizes: dict[str, int] = field(default_factory=dict)
-    assembled: bool = False
-    names: str = ""
-    follower_names: dict[str, str] = field(default_factory=dict)
-    joining_parts: set[str] = field(default_factory=set)
-    large_parts: bool = False
-    wanting_large_parts: set[str] = field(default_factory=set)
+    requests: dict[str, JoinRequest] = field(default_factory=dict)  # of the followers
+    assembled: bool = False  # its search is over
+    names: str = ""  # digest of the names of its tensors, see `Schema.names`; empty if it contributes none
+    large_parts: bool = False  # whether it wants parts that are larger than the schema's
     quorum: Quorum | None = None
-    follows: bool = False
+    follows: bool = False  # it only follows, as a client does: it declares nothing, and leads nobody
 
     @property
     def leads(self) -> bool:
         return self.member.mode is not Mode.CLIENT and not self.follows
 
     def names_fit(self, names: str) -> bool:
-        return not any(contradict(names, others) for others in (self.names, *self.follower_names.values()))
+        others = [self.names, *(request.names for request in self.requests.values())]
+        return not any(contradict(names, other) for other in others)
 
 
 def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
@@ -194,7 +174,8 @@ def followers_for_group(searching: LeaderCandidate, min_group_size: int) -> dict
     followers = dict(searching.followers)
     while True:
         size = 1 + len(followers)
-        staying = {name: member for name, member in followers.items() if searching.min_group_sizes.get(name, 2) <= size}
+        too_large = {name for name, request in searching.requests.items() if request.min_group_size > size}
+        staying = {name: member for name, member in followers.items() if name not in too_large}
         if len(staying) == len(followers):
             break
         followers = staying
@@ -257,8 +238,9 @@ def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: ran
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)
     gathers = tuple(gathered[endpoint] for endpoint in endpoints)
-    joins = searching.followers.keys() <= searching.joining_parts
-    large = joins and searching.large_parts and searching.followers.keys() <= searching.wanting_large_parts
+    requests = searching.requests.values()
+    joins = all(request.joins_parts for request in requests)
+    large = joins and searching.large_parts and all(request.large_parts for request in requests)
     nonce = rng.randbytes(NONCE_BYTES)
     return MessageFromLeader(
         MessageCode.BEGIN_ALLREDUCE,

@@ -89,46 +89,26 @@ class NoGroupError(AveragingError):
 
 @dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """How one peer looks for groups under one key.
-
-    Attributes:
-        endpoint: this peer's name.
-        group_size: number of members with which this peer, as a leader, begins a group at once.
-        min_group_size: number of members with which it begins a group when its declaration expires. Leaders of other
-            implementations may begin a smaller one with this peer, so the caller has to check the size.
-        group_wait: seconds that one declaration lasts.
-        clock: seconds since the epoch.
-        rng: shuffles groups, makes their ids, spreads retries.
-        ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
-            If None, it stays as long as the declaration that it replaces.
-        in_group_lifetime: seconds for which the record of a group stays where only one may have the key: as long as its
-            members may average.
-    """
+    """How one peer looks for groups under one key."""
 
     run_id: str
     endpoint: str
-    group_size: int
-    min_group_size: int
-    group_wait: float
-    clock: Callable[[], float]
+    group_size: int  # members with which this peer, as a leader, begins a group at once
+    min_group_size: int  # and when its declaration expires; leaders of other software may begin a smaller one with it
+    group_wait: float  # seconds that one declaration lasts
+    clock: Callable[[], float]  # seconds since the epoch
     rng: random.Random
-    ended_lifetime: float | None = None
-    in_group_lifetime: float = 60.0
+    ended_lifetime: float | None = None  # seconds of the record that a search has ended; None: as long as a declaration
+    in_group_lifetime: float = 60.0  # seconds of the record of a group where only one may have the key
 
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request to lead this peer. It is pending within its head start, and overdue afterwards.
+    """A request to lead this peer. It is pending within its head start, and overdue afterwards."""
 
-    Attributes:
-        head_start: seconds for which no group begins without its answer, see `rules.head_start`.
-        pending: whether it has no answer yet, and its head start is not over.
-        task: waits for the answer, and then follows; None until it is started.
-    """
-
-    head_start: float
+    head_start: float  # seconds for which no group begins without its answer, see `rules.head_start`
     pending: bool = field(init=False)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None  # waits for the answer, and then follows
 
     def __post_init__(self) -> None:
         self.pending = self.head_start > 0
@@ -139,23 +119,6 @@ class SearchState:
 
     Args:
         prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
-
-    Attributes:
-        group: the group that was found.
-        open_requests: open requests by the peer that was asked.
-        leaders: the requests that were accepted; this peer follows the leader with the smallest declaration.
-        changed: event that is set after every change.
-        had_too_few: whether its followers were too few in the last declaration.
-        seen: peers seen under the key since the last declaration.
-        seen_before: peers seen in earlier declarations of this search, under any key.
-        looking_too: peers that looked for a group during this search.
-        answers: the last answer of each peer that was asked, as text.
-        refusals: the last refusal of each peer that was asked.
-        differing: peers with another schema; None until that schema has been requested.
-        ending: whether it takes no followers and asks no leaders any more; an accepted request may still begin a group.
-        key: the key of discovery under which it declares itself now.
-        declared: whether it has declared itself in discovery.
-        others_in_group: other peers that are in a group under this key, which may have no second one.
     """
 
     def __init__(
@@ -170,24 +133,23 @@ class SearchState:
         self._prepare_lane, self._is_gone = prepare_lane, is_gone
         self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
-        self.ending = False
-        self.key = ""
-        self.declared = False
+        self.ending = False  # it takes no followers and asks nobody any more; an accepted request may begin a group
+        self.key = ""  # under which it declares itself now
+        self.declared = False  # in discovery
         self.open_requests: dict[str, OpenRequest] = {}
-        self.leaders: dict[Declaration, OpenRequest] = {}
-        self.changed = asyncio.Event()
-        self.had_too_few = False
-        self.seen: set[str] = set()
-        self.seen_before: set[str] = set()
+        self.leaders: dict[Declaration, OpenRequest] = {}  # that accepted this peer, which follows the smallest
+        self.changed = asyncio.Event()  # set after every change
+        self.had_too_few = False  # followers in the last declaration
+        self.seen: set[str] = set()  # under the key since the last declaration
+        self.seen_before: set[str] = set()  # in earlier declarations, under any key
         self.looking_too: set[str] = set()
-        self.answers: dict[str, str] = {}
+        self.answers: dict[str, str] = {}  # the last one of each peer that was asked
         self.refusals: dict[str, JoinRefusal] = {}
-        self.differing: dict[str, NoGroupError | None] = {}
-        self.others_in_group: frozenset[str] = frozenset()
+        self.differing: dict[str, NoGroupError | None] = {}  # have another schema; None until that was requested
+        self.others_in_group: frozenset[str] = frozenset()  # under this key, which may have no second group
         self._quorum_since: float | None = None
         self._rng = rng
         self._decisions: dict[str, asyncio.Future[MessageFromLeader]] = {}  # by follower
-        self._gathered = {state.member.endpoint: gather}
 
     @property
     def assembling(self) -> bool:
@@ -231,14 +193,8 @@ class SearchState:
         self.state.followers[request.endpoint] = member
         if self.state.member.mode is Mode.AUXILIARY:
             self.state.quorum = rules.stated_quorum(self.state.followers.values())
-        self.state.min_group_sizes[request.endpoint] = request.min_group_size
-        self.state.follower_names[request.endpoint] = request.names
-        if request.joins_parts:
-            self.state.joining_parts.add(request.endpoint)
-        if request.large_parts:
-            self.state.wanting_large_parts.add(request.endpoint)
+        self.state.requests[request.endpoint] = request
         self._decisions[request.endpoint] = decision
-        self._gathered[request.endpoint] = request.gather
         self.add_seen(request.endpoint)
         self._prepare_lanes([request.endpoint])
         self.begin_if_complete()
@@ -313,8 +269,9 @@ class SearchState:
             self._remove_follower(name)
             if not decision.done():
                 decision.set_result(MessageFromLeader(MessageCode.GROUP_DISBANDED))
-        message = rules.assemble(self.state, self._gathered, self._rng)
         endpoint = self.state.member.endpoint
+        gathered = {name: request.gather for name, request in self.state.requests.items()} | {endpoint: self.gather}
+        message = rules.assemble(self.state, gathered, self._rng)
         self.adopt(rules.read_group(message, endpoint, endpoint, self.gather))
         self._decide(message)
         return True
@@ -329,11 +286,7 @@ class SearchState:
         """Disbands the group that this peer leads: all followers get GROUP_DISBANDED."""
         self._decide(MessageFromLeader(MessageCode.GROUP_DISBANDED, suggested_leader=suggested_leader))
         self.state.followers.clear()
-        self.state.min_group_sizes.clear()
-        self.state.follower_names.clear()
-        self.state.joining_parts.clear()
-        self.state.wanting_large_parts.clear()
-        self._gathered = {self.state.member.endpoint: self.gather}
+        self.state.requests.clear()
         self.changed.set()
 
     def follow(self, leader: Declaration, request: OpenRequest) -> None:
@@ -381,10 +334,7 @@ class SearchState:
                 self._prepare_lane(name)
 
     def _remove_follower(self, endpoint: str) -> None:
-        del self._decisions[endpoint], self._gathered[endpoint]
-        del self.state.followers[endpoint], self.state.min_group_sizes[endpoint], self.state.follower_names[endpoint]
-        self.state.joining_parts.discard(endpoint)
-        self.state.wanting_large_parts.discard(endpoint)
+        del self._decisions[endpoint], self.state.followers[endpoint], self.state.requests[endpoint]
 
     def _decide(self, message: MessageFromLeader) -> None:
         for decision in self._decisions.values():

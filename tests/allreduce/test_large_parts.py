@@ -11,7 +11,7 @@ import torch
 from averaging.allreduce import LARGE_PART_BYTES, Part
 from averaging.allreduce.partition import large_part_bytes, partition
 from averaging.matchmaking import rules
-from averaging.protocol import Aggregation, AggregationKind, CompressionType, Member, Mode, pack_gather
+from averaging.protocol import Aggregation, AggregationKind, CompressionType, JoinRequest, Member, Mode, pack_gather
 from averaging.tensors import Schema, describe
 from averaging.testing import virtual_time
 from averaging.timing import Deadlines
@@ -96,9 +96,11 @@ def test_parts_are_large_if_all_members_want_that(leader: bool, wanting: set[str
         b"hash",
         3,
         followers={name: Member(name) for name in names},
-        joining_parts=joining,
         large_parts=leader,
-        wanting_large_parts=wanting,
+        requests={
+            name: JoinRequest(name, b"hash", 0.0, GATHER, joins_parts=name in joining, large_parts=name in wanting)
+            for name in names
+        },
     )
     message = rules.assemble(searching, dict.fromkeys(["me:1", *names], GATHER), random.Random(1))
     groups = [rules.read_group(message, name, "me:1", GATHER) for name in ("me:1", *names)]

@@ -218,7 +218,7 @@ def test_a_block_may_have_more_bytes_than_a_part_and_than_the_window(monkeypatch
 # Bytes.
 
 
-@pytest.mark.parametrize(("count", "density"), [(2, 1 / 32), (4, 1 / 128)])
+@pytest.mark.parametrize(("count", "density"), [(2, 1 / 32), (4, 1 / 64)])
 def test_contributions_take_14_bits_for_each_element_that_is_sent(count: int, density: float) -> None:
     shapes = [(128, 512), (256, 256)]
     simulation = SparseSimulation(count, nodes(count), shapes, top_k=TopK(density), part_size_bytes=1 << 14)
@@ -227,7 +227,7 @@ def test_contributions_take_14_bits_for_each_element_that_is_sent(count: int, de
     one = blocks * 14 * simulation.top_k.kept(4096) / 8  # bytes of all parts of a member
     sent = [result.part_bytes_sent for result in simulation.results.values()]
     received = [result.part_bytes_received for result in simulation.results.values()]
-    assert sum(sent) == sum(received) == pytest.approx((count - 1) * one, rel=0.03)
+    assert sum(sent) == sum(received) == pytest.approx((count - 1) * one, rel=0.05)
     for result in simulation.results.values():
         averages = result.bytes_sent - result.part_bytes_sent, result.bytes_received - result.part_bytes_received
         assert min(averages) > 0

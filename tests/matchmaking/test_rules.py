@@ -32,6 +32,13 @@ def searching(**changes: object) -> LeaderCandidate:
 
 
 REQUEST = JoinRequest("you:2", HASH, NOW + 6, pack_gather(1.0, None, Mode.NODE))
+
+
+def wanting(sizes: dict[str, int]) -> dict[str, JoinRequest]:
+    """Requests of followers that take part only in groups of these sizes."""
+    return {name: replace(REQUEST, endpoint=name, min_group_size=size) for name, size in sizes.items()}
+
+
 FULL = {"a:1": Member("a:1"), "b:1": Member("b:1")}
 
 # In the order of the checks. Each case breaks one rule and all later ones, so the first must determine the answer.
@@ -221,7 +228,7 @@ def test_a_group_begins_only_if_a_member_contributes(modes: list[Mode], enough: 
 @given(own=st.integers(2, 7), sizes=st.lists(st.integers(2, 9), max_size=6))
 def test_a_group_begins_with_the_most_followers_whose_min_group_size_it_reaches(own: int, sizes: list[int]) -> None:
     wanted = {f"f:{number + 1}": size for number, size in enumerate(sizes)}
-    state = searching(followers={name: Member(name) for name in wanted}, min_group_sizes=wanted, target_group_size=10)
+    state = searching(followers={name: Member(name) for name in wanted}, requests=wanting(wanted), target_group_size=10)
     sound = [
         set(some)
         for count in range(1, len(wanted) + 1)
@@ -241,12 +248,13 @@ def test_a_leader_with_too_few_followers_declares_a_longer_time() -> None:
 def test_target_contributors_must_be_reached_without_followers_that_want_a_larger_group() -> None:
     followers = {"f:1": Member("f:1"), "f:2": Member("f:2")}
     state = searching(
-        target_group_size=5, target_contributors=3, followers=followers, min_group_sizes={"f:1": 4, "f:2": 2}
+        target_group_size=5, target_contributors=3, followers=followers, requests=wanting({"f:1": 4, "f:2": 2})
     )
     assert not rules.is_complete(state)
-    state.min_group_sizes["f:1"] = 3
+    state.requests |= wanting({"f:1": 3})
     assert rules.is_complete(state)
-    state.target_contributors, state.min_group_sizes["f:1"] = 2, 5
+    state.target_contributors = 2
+    state.requests |= wanting({"f:1": 5})
     assert rules.is_complete(state), "the others are enough"
 
 
