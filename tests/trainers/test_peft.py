@@ -421,8 +421,8 @@ def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) ->
     with pytest.raises(ConfigError, match="AdamWScheduleFree has training and evaluation weights"):
         DecentralizedAverager(schedule_free, model=model, strategy=strategy, run_id="tune")
     model = adapted()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    opt = DecentralizedAverager(optimizer, model=model, strategy=LocalSGD(3), run_id="other")
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    opt = DecentralizedAverager(adamw, model=model, strategy=LocalSGD(3), run_id="other")
     with opt, pytest.raises(StateError, match="LocalSGD"):
         peers.tune(join=[opt.endpoint], run_id="other")
 

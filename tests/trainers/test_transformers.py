@@ -348,7 +348,10 @@ def trained_twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
             lambda _, opt: AveragingCallback(opt, global_steps=10),
             r"LocalSGD\(.*\) has no global steps; omit global_steps",
         ),
-        (lambda _, opt: AveragingCallback(opt, timeout="60"), "timeout must be a finite number of seconds, not '60'"),
+        (
+            lambda _, opt: AveragingCallback(opt, **{"timeout": "60"}),
+            "timeout must be a finite number of seconds, not '60'",
+        ),
         (
             lambda _, opt: AveragingCallback(opt, wait_for=0),
             "wait_for must be a whole number of peers, at least 1, not 0",
