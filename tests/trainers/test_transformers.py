@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -349,7 +349,7 @@ def trained_twice(trainer: Trainer, opt: DecentralizedAverager) -> None:
             r"LocalSGD\(.*\) has no global steps; omit global_steps",
         ),
         (
-            lambda _, opt: AveragingCallback(opt, **{"timeout": "60"}),
+            lambda _, opt: AveragingCallback(opt, timeout=cast(Any, "60")),
             "timeout must be a finite number of seconds, not '60'",
         ),
         (
