@@ -26,7 +26,7 @@ SMALLEST = {
 }
 """`unequal` has tests/strategies/test_unequal_processes.py; `gpu` and `wan` need a GPU and root."""
 
-SLOW = ("feed", "recovery")
+SLOW = ("feed", "following", "recovery", "scale")
 
 WRONG = {
     "allreduce": ("--kib 1", "1 KiB is too little for --tensors gpt2"),

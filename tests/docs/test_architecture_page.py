@@ -13,6 +13,8 @@ PACKAGE = Path(averaging.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design" / "architecture.md").read_text()
 NAME = re.compile(r"`([\w/]+(?:\.py|/))`")
 
+TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name}
+
 IMPURE = {"asyncio", "grpc", "socket", "threading", "time"}
 
 
@@ -31,8 +33,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_modules_that_call_themselves_pure_import_no_network_loop_or_clock() -> None:
     checked = 0
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+    for path, tree in TREES.items():
         if not re.search(r"\bPure\b", ast.get_docstring(tree) or ""):
             continue
         checked += 1
@@ -54,10 +55,9 @@ def test_modules_that_call_themselves_pure_import_no_network_loop_or_clock() -> 
 def test_no_two_classes_have_the_same_name() -> None:
     """Except the callbacks of two trainers, which users import from the module of theirs."""
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path in PACKAGE.rglob("*.py"):
-        if "_pb2" not in path.name:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(str(path.relative_to(PACKAGE)))
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert twice.keys() <= {"AveragingCallback"}, twice

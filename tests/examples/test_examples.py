@@ -103,6 +103,7 @@ def test_peers_share_an_epoch() -> None:
             assert all("all 2 peers hold the same weights" in each.end(0) for each in (founder, other))
 
 
+@pytest.mark.long
 def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
     with example("three_lines", "--steps=10000000") as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
