@@ -34,11 +34,7 @@ _METADATA = frozenset(
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Splits `host:port`; an IPv6 host must be in brackets, which the result keeps.
-
-    Raises:
-        ConfigError: `address` is malformed.
-    """
+    """Splits `host:port`, or raises a ConfigError; an IPv6 host must be in brackets, which the result keeps."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     name = host[1:-1] if bracketed else host
@@ -53,12 +49,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """Writes `host:port`, with brackets around an IPv6 address; the inverse of `parse_address`.
-
-    Args:
-        host: a name or an address, with or without brackets.
-        port: the port.
-    """
+    """Writes `host:port`, with brackets around an IPv6 address; the inverse of `parse_address`."""
     bare = host.removeprefix("[").removesuffix("]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
@@ -97,12 +88,7 @@ def zone_of(host: str) -> str | None:
 
 
 def in_zone(endpoint: str, zone: str | None) -> str:
-    """Replaces the interface in an endpoint of another peer, which is a name of that machine, by one of this machine.
-
-    Args:
-        endpoint: HOST:PORT; only one with a link-local IPv6 address changes.
-        zone: interface of this machine that leads to the other peers; None if nothing is known of it.
-    """
+    """Replaces the interface in a link-local endpoint, a name of the other peer's machine, by `zone` of this one."""
     host, port = parse_address(endpoint)
     address = parse_ip(host)
     if zone is None or not isinstance(address, ipaddress.IPv6Address) or not address.is_link_local:
@@ -132,17 +118,10 @@ def is_loopback(host: str) -> bool:
 
 
 def member_of(endpoint: str, holder: str) -> str:
-    """What a peer counts as where members are counted: its certificate, or else its host.
+    """What a peer counts as where members are counted: its certificate (`holder`), or else its host; empty for none.
 
     All loopback addresses are one host, and so is an IPv6 network of 64 bits that is not link-local. A client without a
     certificate, whose host is unknown, does not count.
-
-    Args:
-        endpoint: endpoint of the peer.
-        holder: the certificate with which its record was written; empty if there is none.
-
-    Returns:
-        The certificate or host; empty if the peer does not count.
     """
     if holder or not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
         return holder
@@ -185,11 +164,6 @@ def apart(own: str, other: str, given: Collection[str]) -> str:
     """Why two peers cannot average together, as far as their endpoints show; empty if they may.
 
     A name may lead to any address, so it is no reason, unless it is that of the loopback interface.
-
-    Args:
-        own: endpoint of this peer.
-        other: endpoint of the other one.
-        given: the addresses that this peer was told to dial.
     """
     if not is_endpoint(other) or other.startswith(CLIENT_PREFIX):
         return ""

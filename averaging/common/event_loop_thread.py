@@ -47,11 +47,7 @@ class SignalSafeFuture(Generic[T]):
             self._unset.acquire(timeout=seconds)
 
     def result(self) -> T:
-        """The value that was set.
-
-        Raises:
-            BaseException: the exception that was set.
-        """
+        """The value that was set."""
         try:
             if self._error is not None:
                 raise self._error

@@ -34,11 +34,6 @@ def is_name_of(host: str, hostname: str, fqdn: str) -> bool:
 
     A pod's own names are `pod` and, from /etc/hosts, `pod.subdomain.namespace.svc.cluster.local`; it is called
     `pod.subdomain` and longer beginnings of that. `pod` alone does not count for `pod.other`.
-
-    Args:
-        host: A name or an address, without brackets.
-        hostname: The machine's host name.
-        fqdn: Its full name; the host name again if it has none.
     """
     name, own, full = (text.lower().rstrip(".") for text in (host, hostname, fqdn))
     return bool(name) and (name == own or f"{full}.".startswith(f"{name}."))
@@ -78,9 +73,6 @@ def address_for_others(register: str) -> str | None:
 
     It is the name if the register is given by name too, and if the name is not that of a loopback address, as 127.0.1.1
     on Debian. Otherwise it is the address from which this machine calls the register.
-
-    Args:
-        register: name or address of the register, without brackets.
     """
     if is_loopback(register):
         # All nodes are on this machine, and may not resolve its name.

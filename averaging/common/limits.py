@@ -15,14 +15,7 @@ def backoff_delay(first: float, longest: float, failures: int) -> float:
 
 
 class Backoff:
-    """Delays that double until `reset`.
-
-    Args:
-        first: the first delay in seconds.
-        longest: upper bound of the delay in seconds, before jitter.
-        rng: source of the jitter; without it the delays have none.
-        jitter: lowest and highest random factor of a delay.
-    """
+    """Delays of `first` seconds that double until `reset`, up to `longest`, times a random factor within `jitter`."""
 
     def __init__(
         self, first: float, longest: float, rng: random.Random | None = None, jitter: tuple[float, float] = (0.5, 1.5)
@@ -43,12 +36,7 @@ class Backoff:
 
 
 class HostQuota:
-    """Counts what callers have taken, in total and by host.
-
-    Args:
-        in_all: maximum of all hosts together.
-        per_host: maximum of one host.
-    """
+    """Counts what callers have taken, in total and by host."""
 
     def __init__(self, in_all: float, per_host: float) -> None:
         self._in_all, self._per_host = in_all, per_host

@@ -91,15 +91,7 @@ class Kind:
     bounds: str = ""
 
     def check(self, name: str, value: Any) -> Any:
-        """Returns the value as it is kept.
-
-        Args:
-            name: name of the option in errors.
-            value: any object.
-
-        Raises:
-            ConfigError: `value` is no such value.
-        """
+        """Returns the value as it is kept, or raises a ConfigError that names the option by `name`."""
         if not self.accepts(value):
             raise ConfigError(f"{name} must be {self.expected}, not {value!r:.200}")
         try:
@@ -183,11 +175,7 @@ def choice(names: Mapping[str, Enum] | type[Enum]) -> Kind:
 
 
 def one_of(kind: type[E], value: E | str, option: str) -> E:
-    """Returns the member of `kind` that `value` is or names; case does not matter.
-
-    Raises:
-        ConfigError: there is no such member; the message names the option and lists the members.
-    """
+    """Returns the member of `kind` that `value` is or names; case does not matter."""
     return cast(E, choice(kind).check(option, value))
 
 
@@ -237,11 +225,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(text: str) -> float:
-    """The seconds of a text such as `500ms`, `120s`, `2min` or `1.5h`.
-
-    Raises:
-        ConfigError: it is no such text.
-    """
+    """The seconds of a text such as `500ms`, `120s`, `2min` or `1.5h`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{text!r:.100} is no time; write it with its unit, as 500ms, 120s, 2min or 1.5h")
@@ -292,11 +276,7 @@ def options_of(config: Any) -> dict[str, Option]:
 
 
 def check_options(config: Any) -> None:
-    """Checks each option of a frozen dataclass, and replaces it by the value as it is kept.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
+    """Checks each option of a frozen dataclass, and replaces it by the value as it is kept."""
     for name, declared in options_of(config).items():
         value = getattr(config, name)
         if value is None and (declared.default is None or declared.optional):
@@ -319,15 +299,7 @@ class Setting(NamedTuple):
 
 
 def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> list[Setting]:
-    """Reads a flat TOML file; the keys of a table `[tls]` become options `tls_…`.
-
-    Args:
-        path: The file.
-        options: All options. Relative paths in them are relative to the directory of `path`.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Reads a flat TOML file: relative paths are beside it, and the keys of a table `[tls]` become options `tls_…`."""
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
@@ -383,11 +355,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> list[Setting]:
 
 
 def merge(settings: Iterable[Setting], names: Collection[str], former_names: Mapping[str, str]) -> dict[str, Setting]:
-    """The last setting of each option.
-
-    Raises:
-        ConfigError: An option is unknown; the message names its source and the most similar option.
-    """
+    """The last setting of each option; the error about an unknown one names its source and the most similar option."""
     merged = {}
     for setting in settings:
         if setting.name not in names:
@@ -428,11 +396,7 @@ MAX_COUNT = 1 << 62
 
 
 def check_weight(weight: float) -> float:
-    """Returns `weight` as a float.
-
-    Raises:
-        ConfigError: `weight` is negative, infinite, NaN, or not a number.
-    """
+    """Returns `weight` as a float; raises a ConfigError unless it is finite and at least 0."""
     if not (is_finite(weight) and weight >= 0):
         raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
     return float(weight)

@@ -20,11 +20,7 @@ IGNORED = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 
 def check_proxy(url: str) -> str:
-    """Returns `url`.
-
-    Raises:
-        ConfigError: it is not the address of an HTTP proxy. The message does not contain the password in it.
-    """
+    """Returns `url`, or raises a ConfigError without the password in it."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and not parts.path.strip("/")
@@ -41,15 +37,7 @@ def check_proxy(url: str) -> str:
 
 
 def chosen_proxy(proxy: str | None = None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the URL of the proxy that the user has asked for; None if he has not.
-
-    Args:
-        proxy: that of an option, which wins over `AVERAGING_PROXY`.
-        environ: the environment.
-
-    Raises:
-        ConfigError: the proxy in the variable is malformed.
-    """
+    """Returns the URL of the proxy that the user has asked for, by the option or else by `AVERAGING_PROXY`, if any."""
     if proxy is not None or not environ.get(PROXY_VARIABLE):
         return proxy
     try:
@@ -59,12 +47,7 @@ def chosen_proxy(proxy: str | None = None, environ: Mapping[str, str] = os.envir
 
 
 def proxy_for(host: str, proxy: str | None) -> str | None:
-    """Returns `proxy`, or None for the hosts that are always called directly: loopback, and those in NO_PROXY.
-
-    Args:
-        host: a name or an address, with or without brackets.
-        proxy: URL of the proxy that the user has asked for; None for none.
-    """
+    """Returns `proxy`, or None for the hosts that are always called directly: loopback, and those in NO_PROXY."""
     if proxy is None or is_loopback(host):
         return None
     from urllib.request import proxy_bypass  # it takes 20 ms to import, and few need it

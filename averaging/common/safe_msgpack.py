@@ -81,12 +81,7 @@ def unpack(packed: bytes) -> Any:
 
 
 def check_portable(value: object, levels: int = MAX_DEPTH) -> None:
-    """Checks that every peer accepts `value` and reads what was written.
-
-    Raises:
-        TypeError: it contains something else than numbers, text, bytes, lists, dicts, aware datetimes and `Ext`.
-        ValueError: it is deeper than `MAX_DEPTH`, or a dict has a key that is neither text, bytes nor an integer.
-    """
+    """Raises a TypeError or ValueError unless every peer accepts `value` and reads what was written."""
     if not isinstance(value, dict | list | tuple):
         if not isinstance(value, _PLAIN) and not (isinstance(value, datetime) and value.tzinfo):
             raise TypeError(f"can not serialize {type(value).__name__!r} object")

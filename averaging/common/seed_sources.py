@@ -58,14 +58,7 @@ class SeedSource:
 
 
 def parse_seed(text: str) -> SeedSource | None:
-    """Reads one value of `join`.
-
-    Returns:
-        The source; None if the value is the address of a peer.
-
-    Raises:
-        ConfigError: it is neither; the message says what is wrong.
-    """
+    """Reads one value of `join`: None if it is the address of a peer, a ConfigError if it is no source either."""
     if text.startswith(SourceKind.DNS.value) and ":" in text[4:]:
         return _dns(text)
     if text.startswith(SourceKind.FILE.value):
@@ -93,14 +86,7 @@ def split_seeds(text: str) -> list[str]:
 
 
 def parse_discovery(text: str) -> tuple[str, ...]:
-    """Reads the value of `discovery`.
-
-    Returns:
-        The addresses of the members of an etcd cluster; empty for gossip.
-
-    Raises:
-        ConfigError: it is neither; the message says what is wrong.
-    """
+    """Reads the value of `discovery`: the addresses of the members of an etcd cluster; empty for gossip."""
     if text == GOSSIP:
         return ()
     if not text.startswith(ETCD):
@@ -111,9 +97,7 @@ def parse_discovery(text: str) -> tuple[str, ...]:
             f"{text[:200]!r} names a key, which is for the option join; leave out /{key[:100]}: peers write "
             "under a key with the id of their run"
         )
-    addresses = tuple(member.strip() for member in members.split(","))
-    for address in addresses:
-        _port(address, text)
+    addresses = _members(members, text)
     if len(addresses) > MAX_MEMBERS:
         raise ConfigError(f"{text[:100]!r}… names {len(addresses)} members; at most {MAX_MEMBERS} are called")
     return addresses
@@ -150,7 +134,11 @@ def _etcd(text: str) -> SeedSource:
             f"{text[:200]!r} names no key; write etcd://HOST:PORT/KEY, with a key that all peers of the run give, for "
             "example etcd://etcd.example:2379/runs/gpt"
         )
+    return SeedSource(text, SourceKind.ETCD, key, members=_members(members, text))
+
+
+def _members(members: str, text: str) -> tuple[str, ...]:
     addresses = tuple(member.strip() for member in members.split(","))
     for address in addresses:
         _port(address, text)
-    return SeedSource(text, SourceKind.ETCD, key, members=addresses)
+    return addresses

@@ -24,9 +24,6 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
 
     A user's own module may be called `module`, too. So `module` is dropped where nothing stands beside it: then all
     names stay different, and a model has the same names with the wrapper and without it.
-
-    Args:
-        names: names of all tensors of a model, with dots between modules. What stands before the last slash is kept.
     """
     return list(_without_wrappers(tuple(names)))
 

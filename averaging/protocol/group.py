@@ -68,11 +68,7 @@ _PARAMETERS = {AggregationKind.TRIMMED: "F", AggregationKind.CLIP: "TAU"}
 
 
 def parse_aggregation(text: str) -> Aggregation:
-    """Parses `mean`, `median`, `trimmed:F` or `clip:TAU`.
-
-    Raises:
-        ConfigError: `text` is none of them.
-    """
+    """Parses `mean`, `median`, `trimmed:F` or `clip:TAU`."""
     name, colon, number = text.partition(":")
     try:
         kind = AggregationKind(name)
@@ -223,8 +219,7 @@ def _canonical(endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
 def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = None) -> bytes:
     """Packs what a peer announces to its group: msgpack of [weight, bandwidth or nil, mode, user bytes].
 
-    Raises:
-        ValueError: msgpack cannot pack `user`, other peers would refuse it, or the result is over 64 KiB.
+    Raises a ValueError if msgpack cannot pack `user`, other peers would refuse it, or the result is over 64 KiB.
     """
     try:
         packed = pack([float(weight), bandwidth, int(mode), pack_user(user)])
@@ -238,11 +233,7 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
 
 
 def unpack_gather(endpoint: str, gather: bytes) -> Member:
-    """Unpacks what `endpoint` announced about itself. An empty `gather` means weight 1 and no bandwidth.
-
-    Raises:
-        ProtocolViolationError: it is not such an array, or a value is invalid.
-    """
+    """Unpacks what `endpoint` announced, or raises a ProtocolViolationError; nothing means weight 1, no bandwidth."""
     by_name = Mode.CLIENT if endpoint.startswith(CLIENT_PREFIX) else Mode.NODE
     if not gather:
         return Member(endpoint, mode=by_name)

@@ -74,11 +74,7 @@ Buffer: TypeAlias = "bytes | memoryview"
 
 
 def parse_compression(value: CompressionType | str) -> CompressionType:
-    """Returns the compression that `value` is or names, see `CHANGE_COMPRESSIONS`; case does not matter.
-
-    Raises:
-        ConfigError: there is no such compression; the message lists the names.
-    """
+    """Returns the compression that `value` is or names, see `CHANGE_COMPRESSIONS`; case does not matter."""
     return cast(CompressionType, choice(CHANGE_COMPRESSIONS).check("compression", value))
 
 

@@ -40,13 +40,7 @@ class Issued:
 
 
 def make_authority(name: str, now: datetime.datetime, days: float) -> Issued:
-    """A new authority, which can issue certificates for peers and not for other authorities.
-
-    Args:
-        name: its common name.
-        now: present time, with a time zone.
-        days: days for which it is valid.
-    """
+    """A new authority, which can issue certificates for peers and not for other authorities."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
     certificate = (
@@ -59,18 +53,7 @@ def make_authority(name: str, now: datetime.datetime, days: float) -> Issued:
 
 
 def issue(authority: Issued, name: str, hosts: Sequence[str], now: datetime.datetime, days: float) -> Issued:
-    """A certificate of `authority` for one peer.
-
-    Args:
-        authority: the result of `make_authority`.
-        name: name of the peer, for the reader of the certificate.
-        hosts: names and addresses at which other peers reach it, without ports; none for a client.
-        now: present time, with a time zone.
-        days: days for which it is valid, at most as long as the authority.
-
-    Raises:
-        ConfigError: a host is malformed, or the authority is unreadable or has expired.
-    """
+    """A certificate of `authority` for one peer, valid no longer than that; `hosts` are without ports."""
     issuer, issuer_key = _load(authority)
     if issuer.not_valid_after_utc <= now:
         raise ConfigError(f"the authority expired on {issuer.not_valid_after_utc:%Y-%m-%d}; make another one")

@@ -65,11 +65,7 @@ class Tls:
         return self.certificate.not_valid_after_utc.timestamp()
 
     def check_host(self, host: str) -> None:
-        """Checks that other peers will accept the certificate of this peer at `host`.
-
-        Raises:
-            ConfigError: they will not.
-        """
+        """Raises a ConfigError unless other peers will accept the certificate of this peer at `host`."""
         hosts = hosts_of(self.certificate)
         if not covers(hosts, host):
             raise ConfigError(
@@ -116,11 +112,7 @@ def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credenti
 def read_tls(
     ca: FilePath | None, cert: FilePath | None, key: FilePath | None, clock: Callable[[], float]
 ) -> Tls | None:
-    """Reads and checks a peer's certificate and key, and the authorities' certificates; None if no file is given.
-
-    Raises:
-        ConfigError: a file is missing, unreadable, not valid now, or does not match the others.
-    """
+    """Reads and checks a peer's certificate and key, and the authorities' certificates; None if no file is given."""
     files = tls_files(ca, cert, key)
     if files is None:
         return None
@@ -146,15 +138,7 @@ def read_tls(
 
 
 def read_tokens(file: FilePath | None, option: str = "token_file") -> tuple[str, ...]:
-    """The tokens in a file, one per line. Empty lines and lines that begin with # are ignored.
-
-    Args:
-        file: the file; None for no tokens.
-        option: the option that names it, for errors.
-
-    Raises:
-        ConfigError: the file cannot be read, has no tokens or too many, or one that is malformed or too short.
-    """
+    """The tokens in a file, one per line. Empty lines and lines that begin with # are ignored."""
     if file is None:
         return ()
     name = spelled(option, file)
@@ -226,9 +210,6 @@ def is_open_to_others(file: FilePath) -> bool:
     """Whether more users than need be may read or change a file with a secret.
 
     Another owner's file, such as root's in a pod, can be given to this user through its group only.
-
-    Raises:
-        OSError: the file cannot be looked at.
     """
     status = Path(file).stat()
     return bool(status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o037))
@@ -252,11 +233,7 @@ def _parse(source: str, wanted: str, parse: Callable[[], Read]) -> Read:
 
 
 def local_credentials(service: str) -> Credentials:
-    """The credentials of a service whose user gives none: the token in `token_path`, which is made if it is missing.
-
-    Raises:
-        ConfigError: the file cannot be made or read, or other users can read it.
-    """
+    """The credentials of a service whose user gives none: the token in `token_path`, which is made if it is missing."""
     try:
         file = token_path(service)
         if not file.exists():

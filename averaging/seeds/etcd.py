@@ -29,16 +29,16 @@ class EtcdSeeds:
     ) -> None:
         self._prefix, self._most = f"{source.name}/".encode(), most
         self._monotonic = monotonic
-        self._channels = [RpcChannel(member, credentials=Credentials(tls=credentials.tls)) for member in source.members]
-        self._cluster = EtcdCluster(self._channels, CALL_SECONDS)
+        channels = [RpcChannel(member, credentials=Credentials(tls=credentials.tls)) for member in source.members]
+        self._cluster = EtcdCluster(channels, CALL_SECONDS)
         self._lease: int | None = None
         self._renewed = 0.0
         self._busy = asyncio.Lock()  # the loop that renews, and a look-up, may publish at the same time
 
     async def read(self) -> list[str]:
         """Returns the addresses; what is no address is left out."""
-        pairs = await self._cluster.read_all(self._prefix, self._most)
-        return [address for pair in pairs if (address := _address(pair.value))]
+        found = await self._cluster.list_values(self._prefix, self._most)
+        return [address for pair in found.values if (address := _address(pair.value))]
 
     async def publish(self, endpoint: str) -> None:
         """Writes the address of this peer, or renews its lease if that is due."""
@@ -49,7 +49,7 @@ class EtcdSeeds:
             if self._lease is None or not await self._cluster.keep_alive(self._lease):
                 self._lease = None
                 lease = await self._cluster.grant(LEASE_SECONDS)
-                await self._cluster.write(self._prefix + endpoint.encode(), endpoint.encode(), lease)
+                await self._cluster.change({self._prefix + endpoint.encode(): endpoint.encode()}, lease)
                 self._lease = lease
             self._renewed = now
 
@@ -60,8 +60,7 @@ class EtcdSeeds:
             with suppress(AveragingError, TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
                     await self._cluster.revoke(lease)
-        for channel in self._channels:
-            await channel.close()
+        await self._cluster.close()
 
 
 def _address(value: bytes) -> str:

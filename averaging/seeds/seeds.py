@@ -87,20 +87,12 @@ class NamedSeeds(Collection[str]):
 class Seeds:
     """The peers to join.
 
-    Args:
-        join: addresses and sources.
-        credentials: certificates for etcd.
-        on_found: callback when a source answers otherwise than before, in the event loop.
-
     Attributes:
         sources: the sources; without any there is nothing to look up.
         addresses: all addresses that are known now, without this peer's own.
         named: those of them that the user has named, see `NamedSeeds`.
         names: for an address, the host name of which it was looked up, and for which certificates are valid.
         failures: for each source that has not answered last time, the reason and the remedy.
-
-    Raises:
-        ConfigError: a value is malformed.
     """
 
     def __init__(
@@ -141,23 +133,14 @@ class Seeds:
         return "; ".join(map(str, self._found.values()))
 
     def bind(self, endpoint: str, listen: str | None) -> None:
-        """Says which peer this is, so that its own address is left out from now on.
-
-        Args:
-            endpoint: its endpoint.
-            listen: the address on which it listens; None for a client.
-        """
+        """Says which peer this is, so that its own address is left out from now on."""
         self._endpoint, self._listen = ("", "") if endpoint.startswith(CLIENT_PREFIX) else (endpoint, listen or "")
         self._found.clear()
 
     async def look_up(self, *, report: bool = True) -> None:
-        """Asks each source once. What one that does not answer has named before stays.
+        """Asks each source once; with `report` what has changed is logged, and given to `on_found`.
 
-        Args:
-            report: whether what has changed is logged, and given to `on_found`.
-
-        Raises:
-            ConfigError: a source cannot be asked here, however often.
+        What a source has named stays while it does not answer. One that can never be asked here raises a ConfigError.
         """
         for found in await asyncio.gather(*map(self._ask, self.sources)):
             before = self._found.get(found.source)
@@ -266,16 +249,7 @@ def own_addresses(addresses: Iterable[str], endpoint: str, listen: str, node: st
 
 
 async def look_up(join: Iterable[str], credentials: Credentials | None = None) -> list[str]:
-    """Returns the addresses that `join` names, for a command that calls peers and is none itself.
-
-    Args:
-        join: addresses and sources.
-        credentials: certificates for etcd.
-
-    Raises:
-        ConfigError: a value is malformed, or a source cannot be asked here.
-        DiscoveryError: the sources name no address; the message says why and what to do.
-    """
+    """Returns the addresses that `join` names, for a command; raises a DiscoveryError if there are none."""
     seeds = Seeds(join, credentials)
     try:
         await seeds.look_up()

@@ -97,17 +97,7 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Expands a list of nodes as Slurm writes it: `a,node[01-03,7]` is a, node01, node02, node03, node7.
-
-    Args:
-        text: the list; a name may have several brackets.
-
-    Returns:
-        The names in the order of the list, at most `MAX_SEEDS`.
-
-    Raises:
-        ConfigError: the list is malformed.
-    """
+    """Expands a list of nodes as Slurm writes it: `a,node[01-03,7]` is a, node01, node02, node03, node7."""
     items = _ITEM.findall(text)
     if ",".join(items) != text:
         raise ConfigError(f"{text[:200]!r} is not a list of nodes of Slurm, such as node[01-16]", "join")

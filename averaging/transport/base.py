@@ -112,11 +112,7 @@ class Transport(Protocol):
     """
 
     async def bind(self) -> str:
-        """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
-
-        Raises:
-            ListenError: the address is not available.
-        """
+        """Binds the address to listen on, or raises a ListenError; returns this peer's endpoint. Serves nothing yet."""
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to serve calls and returns at once."""

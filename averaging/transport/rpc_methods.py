@@ -187,11 +187,7 @@ class RpcService(Protocol):
 
 
 def handlers_of(services: Iterable[RpcService], present: Iterable[RpcHandler] = ()) -> list[RpcHandler]:
-    """The handlers of all services, after those that are present.
-
-    Raises:
-        ConfigError: Two of them answer the same method, or one has the name of a service that every peer has.
-    """
+    """The handlers of all services, after those that are present."""
     handlers = [*present, *(handler for service in services for handler in service.rpc_handlers())]
     paths: set[str] = set()
     for path in (handler.method.path for handler in handlers):

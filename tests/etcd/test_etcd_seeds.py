@@ -110,7 +110,7 @@ async def test_other_keys_and_what_is_no_address_are_not_read(etcd: Etcd) -> Non
         cluster = EtcdCluster([channel], 5.0)
         lease = await cluster.grant(60.0)
         for name, value in ((b"a/1", b"no address"), (b"a/2", b"\xff:1"), (b"a/3", b"client::x"), (b"a/4", b"b:1")):
-            await cluster.write(name, value, lease)
+            await cluster.change({name: value}, lease)
     assert await reader.read() == ["b:1"]
     for seeds in (reader, other):
         await seeds.close()

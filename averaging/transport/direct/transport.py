@@ -22,20 +22,7 @@ from averaging.transport.grpc import GrpcTransport, check_listen
 
 
 class DirectTransport(GrpcTransport):
-    """A `GrpcTransport` whose streams of parts take a direct connection where there is one.
-
-    Args:
-        listen: see `GrpcTransport`, also for `advertise` and `options`.
-        advertise: see there.
-        direct_listen: `host:port` for direct connections; `AUTO` for any free port on the host of `listen`.
-        direct_advertise: port at which other peers reach `direct_listen` on the host of this peer's endpoint, if it
-            differs.
-        max_part_bytes: the largest part that other peers may send, without what gRPC adds.
-        options: see `GrpcTransport`.
-
-    Raises:
-        ConfigError: an argument is invalid.
-    """
+    """A `GrpcTransport` whose streams of parts take a direct connection where there is one."""
 
     def __init__(
         self,
@@ -44,8 +31,8 @@ class DirectTransport(GrpcTransport):
         *,
         direct_listen: str = AUTO,
         direct_advertise: int | None = None,
-        max_part_bytes: int,
-        **options: Any,
+        max_part_bytes: int,  # the largest part that others may send, without what gRPC adds
+        **options: Any,  # of `GrpcTransport`
     ) -> None:
         super().__init__(listen, advertise, **options)
         if direct_listen != AUTO:

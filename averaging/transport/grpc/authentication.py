@@ -160,9 +160,6 @@ def claim_checker() -> Callable[[str], None]:
     """Returns a function that checks an endpoint which the caller uses as its own, also after its call has ended.
 
     The caller is that of the call which the current task serves.
-
-    Raises:
-        ProtocolViolationError: the returned function raises it if the caller's certificate is not valid for it.
     """
     return _CHECKER.get()
 

@@ -101,12 +101,7 @@ class MessageCopier(Generic[Content]):
         return self.write(content).SerializeToString()
 
     def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name
-        """Decodes and checks what another peer has sent.
-
-        Raises:
-            google.protobuf.message.DecodeError: The bytes are not such a message.
-            ProtocolViolationError: A field is missing or invalid.
-        """
+        """Decodes and checks what another peer has sent."""
         return self.read(self._wire.FromString(raw))
 
     def write(self, content: Content) -> Message:

@@ -45,19 +45,12 @@ class Dialling:
         """Checks that `endpoint`, HOST:PORT, may be dialled.
 
         The owner of a name can still change its addresses between this look-up and gRPC's.
-
-        Raises:
-            ProtocolViolationError: it must not be dialled.
         """
         if endpoint not in self.given:
             await self.addresses(endpoint)
 
     async def addresses(self, endpoint: str) -> tuple[str, ...]:
-        """Returns the addresses of `endpoint`, HOST:PORT, at which it may be dialled; none if its name is not found.
-
-        Raises:
-            ProtocolViolationError: it must not be dialled.
-        """
+        """Returns the addresses of `endpoint`, HOST:PORT, at which it may be dialled; none if its name is not found."""
         host = parse_address(self.reachable(endpoint))[0]
         addresses = await resolve(host)
         for address in () if endpoint in self.given else (host, *addresses):
@@ -112,17 +105,9 @@ _REMEDIES = {
 
 
 async def check_listen(address: str, advertise: str | None, *, exposed: bool = True) -> None:
-    """Checks that this process can listen on `address` now.
+    """Checks that this process can listen on `address` now, and that other peers can dial it or `advertise`.
 
-    Args:
-        address: `host:port` to listen on.
-        advertise: `host:port` at which other peers reach this peer, if it differs.
-        exposed: whether other machines may connect.
-
-    Raises:
-        ListenError: it cannot; the error has the reason and the remedy.
-        ConfigError: other peers cannot dial the address or the advertised one, or other machines could connect although
-            `exposed` is not set.
+    The ListenError or ConfigError has the reason and the remedy. Other machines may connect only if it is `exposed`.
     """
     host, port = parse_address(address)
     try:

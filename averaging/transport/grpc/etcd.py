@@ -28,7 +28,6 @@ from averaging.wire.etcd_pb2 import (
     LeaseRevokeRequest,
     LeaseRevokeResponse,
     PutRequest,
-    PutResponse,
     RangeRequest,
     RangeResponse,
     RequestOp,
@@ -42,7 +41,6 @@ from averaging.wire.etcd_pb2 import (
 MESSAGE_BYTES = 4 << 20
 
 RANGE = RpcMethod("/etcdserverpb.KV/Range", RangeRequest, RangeResponse)
-PUT = RpcMethod("/etcdserverpb.KV/Put", PutRequest, PutResponse, max_request_bytes=MESSAGE_BYTES)
 TXN = RpcMethod("/etcdserverpb.KV/Txn", TxnRequest, TxnResponse, max_request_bytes=MESSAGE_BYTES)
 GRANT = RpcMethod("/etcdserverpb.Lease/LeaseGrant", LeaseGrantRequest, LeaseGrantResponse)
 REVOKE = RpcMethod("/etcdserverpb.Lease/LeaseRevoke", LeaseRevokeRequest, LeaseRevokeResponse)
@@ -65,10 +63,6 @@ class EtcdCluster:
     """The members of a cluster; the one that answered last is called first. Implements `KeyValueStore`.
 
     All methods raise an AveragingError if no member answers, or if one refuses.
-
-    Args:
-        channels: one channel per member.
-        timeout: seconds for one call.
     """
 
     def __init__(self, channels: Sequence[RpcChannel], timeout: float) -> None:
@@ -85,16 +79,6 @@ class EtcdCluster:
         pairs = (await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs
         return pairs[0] if pairs else None
 
-    async def read_all(self, prefix: bytes, limit: int) -> Sequence[KeyValue]:
-        """Returns at most `limit` values whose keys begin with `prefix`, which ends with a byte below 255."""
-        request = RangeRequest(key=prefix, range_end=_end(prefix), limit=limit)
-        return (await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs
-
-    async def write(self, key: bytes, value: bytes, lease: int) -> None:
-        """Writes a value that goes with its lease."""
-        request = PutRequest(key=key, value=value, lease=lease)
-        await self._ask(lambda channel: channel.call(PUT, request, self._timeout))
-
     async def transact(self, request: TxnRequest) -> TxnResponse:
         """Calls one member only: a write with an unknown result must not be repeated without a check."""
         reply = await self._once(self._channels[0], lambda channel: channel.call(TXN, request, self._timeout))
@@ -103,7 +87,6 @@ class EtcdCluster:
         return reply
 
     async def grant(self, seconds: float) -> int:
-        """Returns a new lease that lasts for this time."""
         request = LeaseGrantRequest(TTL=max(1, round(seconds)))
         return (await self._ask(lambda channel: channel.call(GRANT, request, self._timeout))).ID
 
@@ -111,7 +94,6 @@ class EtcdCluster:
         return (await self._ask(lambda channel: self._renew(channel, lease))).TTL > 0
 
     async def revoke(self, lease: int) -> None:
-        """Ends a lease, with all that was written under it."""
         request = LeaseRevokeRequest(ID=lease)
         await self._ask(lambda channel: channel.call(REVOKE, request, self._timeout))
 

@@ -84,11 +84,7 @@ class GrpcTransport:
         self.add_services(services)
 
     def add_services(self, services: Sequence[RpcService]) -> None:
-        """Adds methods to serve, before the transport starts.
-
-        Raises:
-            ConfigError: This is a client, it serves already, or another service has one of the methods.
-        """
+        """Adds methods to serve, before the transport starts."""
         if self._listen is None and services:
             raise ConfigError("a client accepts no connections, so it cannot serve `services`; use mode 'node'")
         if self._server is not None:
