@@ -89,7 +89,7 @@ class Job:
             f"--max-restarts={max_restarts}",
             "--monitor-interval=0.2",
         ]
-        self._script = [str(Path(__file__).with_name("elastic_worker.py")), str(self.checkpoint), str(steps), str(pace)]
+        self._script = [str(Path(__file__).with_name("worker.py")), str(self.checkpoint), str(steps), str(pace)]
 
     def finish(self, *nodes: Node) -> None:
         """Lets the workers end, and the nodes with them."""

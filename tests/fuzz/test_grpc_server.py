@@ -21,7 +21,6 @@ from averaging.transport.grpc import methods
 from tests.fuzz.material import damaged, protobufs
 from tests.support.complaints import complaints
 from tests.support.selection import examples
-from tests.transport import raw_http2
 
 PATHS = [method.path for method in methods.METHODS]
 SOUND = [
@@ -105,65 +104,6 @@ def test_any_bytes_in_any_call(
         code, [status] = await call(world.channel, methods.GET_STATUS.path, [b""])
         assert code is grpc.StatusCode.OK
         assert methods.GET_STATUS.read_reply(status).endpoint == world.peer.endpoint
-
-    with caplog.at_level(logging.ERROR):
-        world.run(main())
-    assert complaints(caplog.records) == []
-
-
-STANDARD = [
-    "/grpc.health.v1.Health/Check",
-    "/grpc.health.v1.Health/Watch",
-    "/grpc.channelz.v1.Channelz/GetServers",
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    "/no.such.Service/Method",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """What somebody sends in a call that is perhaps no whole request."""
-
-    path: str
-    messages: list[bytes]
-    announced: int | None
-    cut: int
-    junk: int
-    end: bool
-
-
-@SOME
-@given(
-    st.lists(
-        st.builds(
-            Unfinished,
-            st.sampled_from(PATHS + STANDARD),
-            st.lists(st.one_of(protobufs(), damaged(SOUND)), max_size=3),
-            st.sampled_from([None, None, 0, 1, 1 << 16, 1 << 25, (1 << 32) - 1]),
-            st.integers(0, 20),
-            st.sampled_from([0, 0, 1, 1000]),
-            st.booleans(),
-        ),
-        min_size=10,
-        max_size=20,
-    )
-)
-def test_calls_that_are_cut_off_anywhere(
-    world: World, caplog: pytest.LogCaptureFixture, calls: list[Unfinished]
-) -> None:
-    async def main() -> None:
-        async with raw_http2.stranger(world.peer.endpoint) as caller, asyncio.timeout(20):
-            for one in calls:
-                stream = await caller.open(one.path)
-                raw = b"".join(raw_http2.message(raw, one.announced) for raw in one.messages)
-                await caller.send(stream, raw[: len(raw) - one.cut])
-                if one.junk:
-                    await caller.junk(one.junk)
-                if one.end:
-                    await caller.send(stream, b"", end=True)
-            assert not caller.gone
-        code, [_] = await call(world.channel, methods.GET_STATUS.path, [b""])
-        assert code is grpc.StatusCode.OK
 
     with caplog.at_level(logging.ERROR):
         world.run(main())
