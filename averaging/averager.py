@@ -217,7 +217,6 @@ class DecentralizedAverager(OptimizerWrapper):
                 model=trained,
                 site=site,
                 donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
-                on_receipt=self._note,
                 masters=masters,
             )
             self._peer.catching_up = "it takes over the state of its run"
@@ -228,7 +227,7 @@ class DecentralizedAverager(OptimizerWrapper):
             context = ending_process(self._peer) if site.owns else nullcontext()
             self._thread = EventLoopThread(context, f"the averager of run {run_id!r}")
             leave_on_signals(self, self._config.leave_on)
-            self._training.run_in(self._thread, self._training_state)
+            self._training.run_in(self._thread, self._training_state, self._note)
             if not site.owns:
                 return leader
             self._thread.run(self._peer.check_division())
@@ -242,7 +241,7 @@ class DecentralizedAverager(OptimizerWrapper):
             self._training.parts.measure_untrained()
             with self._training.copies.following():
                 RunStart(strategy, self._training, random.SystemRandom()).begin()
-            self._training.warn_of_others()
+            self._training.parts.warn_of_others(self._training.announcements)
             self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
             self._training_state.drive_scheduler()
@@ -297,12 +296,12 @@ class DecentralizedAverager(OptimizerWrapper):
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
         if self._training.only_makes_state():
             return self._inner.step(closure)
-        self._training.check_tensors()
+        self._training.guard.check()
         self._training.weights.count(batch_size)
         try:
-            with self._training.measuring():
+            with self._training.pace.measuring():
                 loss = self.strategy.step(self._training, closure, batch_size)
-            self._training.note_step(batch_size)
+            self._training.pace.note_step(batch_size)
         except ClosedError:
             if not self._has_just_left():  # on a signal, in the midst of this step
                 self._thread.stop_at_exit()
@@ -429,7 +428,7 @@ class DecentralizedAverager(OptimizerWrapper):
     def _progress(self) -> TrainingProgress:
         """Called in the peer's thread, so it reads only what the training thread replaces as a whole."""
         training, strategy = self._training, self.strategy
-        steps_per_second, samples_per_second = training.pace.per_second(training.monotonic())
+        steps_per_second, samples_per_second = training.pace.steps.per_second(training.monotonic())
         return TrainingProgress(
             strategy=type(strategy).__name__,
             stage=strategy.stage.name.lower(),
@@ -437,8 +436,8 @@ class DecentralizedAverager(OptimizerWrapper):
             global_step=strategy.global_step,
             gathered=strategy.samples,
             ranks=self._site.size,
-            steps=training.pace.steps,
-            samples=training.pace.samples,
+            steps=training.pace.steps.steps,
+            samples=training.pace.steps.samples,
             steps_per_second=steps_per_second,
             samples_per_second=samples_per_second,
             sync_every=strategy.sync_text,
@@ -497,7 +496,7 @@ class DecentralizedAverager(OptimizerWrapper):
         options: RoundOptions = {"gather": gather, "start_size": size, "search_timeout": seconds}
         if weight is not None:
             options["weight"] = weight
-        with self._training.measuring(), self._training.modes.weights(training=True):
+        with self._training.pace.measuring(), self._training.modes.weights(training=True):
             self.strategy.finish(self._training)
             receipt = self._training.average(**options)
         self._tell_services()

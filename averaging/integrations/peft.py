@@ -240,7 +240,9 @@ class LoRAAveraging(LockstepStrategy):
         training.peer.further_state_bytes = sum(correction.state_bytes for correction in self._corrections)
 
     def _check(self, training: StrategyContext) -> None:
-        if training.model is None or all(module is not self._model for module in training.model.model.modules()):
+        if training.parts.model is None or all(
+            module is not self._model for module in training.parts.model.model.modules()
+        ):
             raise ConfigError("give the averager model=model with the peft model of LoRAAveraging")
         if training.site.size > 1:
             raise ConfigError("LoRAAveraging works with one process for each peer; leave out process_group")

@@ -21,7 +21,6 @@ from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
 from averaging.strategies.quorum import (
-    PATIENCE,
     Attendance,
     Cadence,
     RoundEvent,
@@ -99,25 +98,18 @@ class Strategy(ABC):
         staleness_discount: with `quorum`, factor of the weight of a late contribution for each global step that it is
             late; 0.95 by default. The product is at least 0.1.
 
-    Attributes:
-        averages_changes: whether the averaged tensors are changes, which `compression="top_k"` requires; of the class.
-        attached: whether an averager uses this object; no other averager accepts it then. The averager sets it.
-        history: origin of the run and, if the strategy makes global steps, these steps. The averager sets it at the
-            start and whenever a state is taken over or loaded.
-        stage: stage of the training, see `Progress`.
-        digest: digest of the weights, once the training has ended.
-        dropped: of `samples`, those that were in no average when the training ended.
-        missed: rounds of the others that this peer has missed and not yet made up for; only with a quorum.
-        against_average_now: why the parameters must not be averaged as they are; empty if they may be.
-
     Raises:
         ConfigError: `max_norm` is not a finite number above 0, or the strategy cannot use the `compression`.
     """
 
-    averages_changes = False
-    attached = False
-    history = History()
+    averages_changes = False  # whether the averaged tensors are changes, which `compression="top_k"` requires
+    attached = False  # whether an averager uses this object; no other averager accepts it then
+    history = History()  # origin of the run, and its global steps; the averager sets it with each state
     stage = Stage.TRAINING
+    digest = ""  # of the weights, once the training has ended
+    dropped = 0.0  # of `samples`, those that were in no average when the training ended
+    missed = 0  # rounds of the others that this peer has missed and not yet made up for; only with a quorum
+    against_average_now = ""  # why the parameters must not be averaged as they are; empty if they may be
     _partners: frozenset[str] = frozenset()  # the members of the last group
     _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
@@ -125,11 +117,7 @@ class Strategy(ABC):
     _attendance = Attendance()  # with a quorum
     _standstill = Standstill()  # at the leader of a site
     _pieces = 1  # rounds in which all of the model is averaged once
-    missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
-    digest = ""
-    dropped = 0.0
-    against_average_now = ""
 
     def __init__(
         self,
@@ -247,7 +235,7 @@ class Strategy(ABC):
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
-        rate, parts, terms = training.rate.per_second, training.parts.digests, self._terms(training)
+        rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self._terms(training)
         ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
         return Progress(history, self.samples, computing, training.donates, *ends)
 
@@ -344,8 +332,8 @@ class Strategy(ABC):
     def _attend(self, event: RoundEvent) -> None:
         self._attendance = self._attendance.after(event)
 
-    def _stands_still(self, reason: str, *, failed: int = 0) -> None:
-        self._standstill = replace(self._standstill, reason=reason, failed=self._standstill.failed + failed)
+    def _stands_still(self, reason: str) -> None:
+        self._standstill = replace(self._standstill, reason=reason)
 
     def _cycle(self, training: StrategyContext) -> tuple[int, float]:
         """After how many local steps, and seconds, a step of the whole model is expected."""
@@ -353,8 +341,8 @@ class Strategy(ABC):
         length, interval = (schedule.length, schedule.interval) if schedule else (1, 0.0)
         return self._pieces * length, self._pieces * max(interval, usual if usual < math.inf else 0.0)
 
-    def _tell_standstill(self, training: StrategyContext, position: int, passed: int = 0) -> None:
-        """Says once why this peer makes no step of the run; the others have made `passed`, if these are more."""
+    def _tell_standstill(self, training: StrategyContext, position: int) -> None:
+        """Says once why this peer makes no step of the run."""
         still = self._standstill
         # A state that is taken over is no step of this peer: it could take over one after the other for ever.
         if still.position is None or (position != still.position and training.standing.made):
@@ -362,8 +350,7 @@ class Strategy(ABC):
             still = self._standstill = Standstill(position, *since, still.reason if still.position is None else "")
         if still.told or self._warned_of_quorum or not training.site.leads:
             return
-        skipped = max(passed - (still.position or 0), still.failed - 1) >= PATIENCE * self._pieces
-        if not skipped and not still.is_long(training.local_step, training.monotonic(), *self._cycle(training)):
+        if not still.is_long(training.local_step, training.monotonic(), *self._cycle(training)):
             return
         if not still_training(training.announcements.at_leader(wait=False)):
             return  # it is alone, or the others have ended their training

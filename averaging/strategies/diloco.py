@@ -511,7 +511,7 @@ class DiLoCo(LockstepStrategy):
             self._step(training, self._next_fragment, receipt)
         else:
             self._discarded = bool(receipt.group_id)
-            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
+            self._stands_still(f"its last round failed: {receipt.reason}")
             if self.quorum is not None:
                 self._miss(training, target, receipt)
         return receipt

@@ -140,7 +140,7 @@ class GradientAveraging(LockstepStrategy):
 
     def _cycle(self, training: StrategyContext) -> tuple[int, float]:
         progress = read_progress(training.announcements.at_leader(wait=False)).values()
-        samples = sum(rate for rate in (training.rate.per_second, *(peer.rate for peer in progress)) if rate)
+        samples = sum(rate for rate in (training.pace.own_work.per_second, *(peer.rate for peer in progress)) if rate)
         return 1, self.target_batch_size / samples if samples else math.inf
 
     def _is_complete(self, others: Others) -> bool:
@@ -201,7 +201,7 @@ class GradientAveraging(LockstepStrategy):
                 if receipt is None or not receipt.averaged:
                     self._unclip(scale)
             if not receipt.averaged:
-                self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
+                self._stands_still(f"its last round failed: {receipt.reason}")
                 return
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")
@@ -230,7 +230,7 @@ class GradientAveraging(LockstepStrategy):
         if others.together and self._is_complete(others):
             self._global_step(training, others.together, timeout)
         self.dropped = self._gathered
-        if not training.buffers and not training.counters:
+        if not training.buffers and not training.reports.counters:
             return None
         topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)
         return self._average_at_the_end(training, topic, max(0.0, end - training.monotonic()))

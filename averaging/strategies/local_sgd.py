@@ -314,7 +314,7 @@ class LocalSGD(Strategy):
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
         training.announcements.refresh()  # cached declarations belong to the round that has ended
         if not receipt.averaged:
-            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
+            self._stands_still(f"its last round failed: {receipt.reason}")
         training.announcements.announce(self.progress(training).pack(), soon=False)
         # A round that was overlapped, or lacks a part, leaves its members with different parameters. So do deltas.
         is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None

@@ -117,7 +117,7 @@ class LockstepStrategy(Strategy):
         reason = f"it is at global step {self.history.step}, and downloads the state of {listed(sorted(ahead))} at "
         reason += f"{newest.step}; its last download came at {rate / 1e6:.3g} MB/s" if rate else f"{newest.step}"
         self._stands_still(f"{reason}{'; the others put off their next step for it' * (self._awaited is not None)}")
-        self._tell_standstill(training, self.history.step, newest.step if same_run else 0)
+        self._tell_standstill(training, self.history.step)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         super()._take_over(training, fetch)

@@ -192,7 +192,6 @@ class Standstill:
     local_step: int = 0  # its local steps then
     since: float = 0.0  # when that was
     reason: str = ""  # why none has come since
-    failed: int = 0  # rounds that have failed since
     told: bool = False  # whether it has said so
 
     def is_long(self, local_step: int, now: float, steps: int, seconds: float) -> bool:

@@ -235,7 +235,7 @@ class RunEnd:
             receipt,
             differing={name: parts for name, parts in differing.items() if parts},
             dropped=strategy.dropped,
-            unchecked=training.model is None,
+            unchecked=training.parts.model is None,
         )
 
     def _wait_for_all(self) -> Mapping[str, bytes]:

@@ -8,29 +8,29 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 
-from averaging.common import EventLoopThread, is_count
-from averaging.errors import ClosedError, TensorError
+from averaging.common import EventLoopThread
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
-from averaging.receipts import DriftCheck, Outcome, Receipt, StepRate, TrainingPace
+from averaging.receipts import DriftCheck, Outcome, Receipt
 from averaging.training.announcements import Announcements
 from averaging.training.fingerprints import DriftMonitor, fingerprint_of, tolerance_of
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, clip, local
 from averaging.training.named_tensors import (
-    BUFFER,
     Counters,
     ModelBuffers,
     ModelParts,
+    TensorGuard,
     TrainedModel,
     without_counters,
 )
 from averaging.training.optimizer_state import GroupProgress
+from averaging.training.pace import Pace
 from averaging.training.parameter_copies import ITERATE, NamedMasters, ParameterCopies, WeightModes
 from averaging.training.round_weight import RoundWeight
 from averaging.training.site import Site
@@ -69,7 +69,6 @@ class StrategyContext:
         model: TrainedModel | None = None,
         site: Site,
         donates: bool,
-        on_receipt: Callable[[Receipt], None],
         masters: NamedMasters | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -77,8 +76,6 @@ class StrategyContext:
         self.modes = WeightModes(optimizer, peer.tensors)
         self.copies = ParameterCopies(optimizer, parameters, masters)
         self.trained = parameters
-        self.model = model
-        self.counters = Counters(buffers.shared)
         self.parameters = {name: local(parameter) for name, parameter in parameters.items()}
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.parts = ModelParts(site, model, parameters, self.buffers | self.shared_buffers, peer.tensors)
@@ -86,22 +83,16 @@ class StrategyContext:
         self.local_step = 0  # including those of a downloaded or loaded state
         self.standing = HistoryStanding()
         self.weights = RoundWeight(site)
-        self._begun = 0  # rounds, the same at all ranks of the site
         self.drift = DriftMonitor(site, optimizer, self.progress)
-        self.rate = StepRate()  # of its own work
         self.now, self.monotonic = time.time, time.monotonic
-        self.pace = TrainingPace(self.monotonic())  # of its steps and samples, with all waits
-        self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
-        self._on_receipt = on_receipt
-        self._warned = ""
-        self._warned_of_modes = False
-        self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
-        self._initial_ids = self._parameter_ids()
-        self._model_topic = self.topic("", self.tensors)
+        self.pace = Pace(lambda: self.monotonic())
+        self.guard = TensorGuard(optimizer, model, parameters, buffers)
+        self._begun = 0  # rounds, the same at all ranks of the site
 
-    def run_in(self, thread: EventLoopThread, state: SharedState) -> None:
-        """Sets the thread in which the peer runs, and the state besides the averaged tensors."""
+    def run_in(self, thread: EventLoopThread, state: SharedState, on_receipt: Callable[[Receipt], None]) -> None:
+        """Sets the thread in which the peer runs, the state besides the averaged tensors, and who gets each receipt."""
         self.thread = thread
+        self.reports = RoundReports(self.site, self.peer, Counters(self.shared_buffers), on_receipt)
         self.announcements = Announcements(self.site, self.peer, thread)
         self.states = StateTakeover(self.site, self.peer, thread, state, lambda: self.monotonic())
 
@@ -109,12 +100,6 @@ class StrategyContext:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The peer's own tensors: parameters and averaged buffers."""
         return self.parameters | self.buffers
-
-    def _weigh(self, options: RoundOptions, topic: Topic) -> None:
-        if "weight" not in options:
-            options["weight"] = self.weights.of(topic)
-            if self.weights.counts_samples:
-                options.setdefault("gather", self.weights.unit)
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The optimizer's statistics in the shape of their parameter, such as momentum, by name; without `step`."""
@@ -133,14 +118,8 @@ class StrategyContext:
         if not self.modes.exist:
             return {}
         iterates = {name: tensor for name, tensor in self.statistics().items() if name.startswith(f"{ITERATE}/")}
-        if not iterates and self.local_step and not self._warned_of_modes and self.site.leads:
-            self._warned_of_modes = True
-            logger.warning(
-                "%s has training and evaluation weights, but none of its statistics is %r: only the training weights "
-                "are averaged, and the evaluation weights of the peers will differ",
-                type(self.optimizer).__name__,
-                ITERATE,
-            )
+        if not iterates and self.local_step and self.site.leads:
+            self.modes.warn_once()
         return iterates
 
     @contextmanager
@@ -173,43 +152,20 @@ class StrategyContext:
 
     def clip(self, tensors: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Scales tensors in place so that their joint norm, over all shards, is at most `max_norm`. See `clip`."""
-        return clip(tensors, max_norm, self._joint_norm if self.site.shards > 1 else None)
 
-    def _joint_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        norms = dict(self.site.all_gather(lambda: (self.site.shard, float(norm))))
-        return torch.tensor(math.sqrt(sum(norms[shard] ** 2 for shard in sorted(norms))))
+        def joint(norm: torch.Tensor) -> torch.Tensor:
+            norms = dict(self.site.all_gather(lambda: (self.site.shard, float(norm))))
+            return torch.tensor(math.sqrt(sum(norms[shard] ** 2 for shard in sorted(norms))))
+
+        return clip(tensors, max_norm, joint if self.site.shards > 1 else None)
 
     # Steps
-
-    def check_tensors(self) -> None:
-        """Checks that the averaged tensors are still the trained ones.
-
-        Raises:
-            TensorError: a tensor was moved in memory, or the inner optimizer or the model has other ones now.
-        """
-        if self.model is not None:
-            self.model.check({name.removeprefix(BUFFER) for name in self.buffers | self.shared_buffers})
-        for name, tensor in (self.trained | self.buffers).items():
-            # `share_memory_()` moves both, which is harmless.
-            if local(tensor).data_ptr() != self._averaged[name].data_ptr():
-                raise TensorError(
-                    f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
-                    "then make the averager, and write later values in place, with `copy_`"
-                )
-        if self._parameter_ids() != self._initial_ids:
-            raise TensorError(
-                "the inner optimizer has other parameters than when the averager was made; the averaged ones cannot "
-                "change: add parameters before, or close this averager and make a new one"
-            )
-
-    def _parameter_ids(self) -> list[list[int]]:
-        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def evaluate(self, closure: Callable[[], float] | None) -> float | None:
         """Calls a closure, if there is one, with gradients enabled."""
         if closure is None:
             return None
-        with self._own_work(), torch.enable_grad():
+        with self.pace.working(), torch.enable_grad():
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
@@ -223,7 +179,7 @@ class StrategyContext:
             closure: reevaluates the model and returns the loss.
             max_norm: gradients are clipped to this norm before they are used; None does not clip.
         """
-        with self._own_work(), ExitStack() as lock:
+        with self.pace.working(), ExitStack() as lock:
             lock.enter_context(self.peer.tensors())
             self.drift.note_hyperparameters(self.local_step)
             if closure is None:
@@ -232,7 +188,7 @@ class StrategyContext:
             else:
                 loss = self.optimizer_step(self._freeing(lock, closure, max_norm))
             self.local_step += 1
-        self.rate.count(1)
+        self.pace.count()
         return loss
 
     def only_makes_state(self) -> bool:
@@ -254,10 +210,10 @@ class StrategyContext:
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
         """Wraps a closure so that it is evaluated without the lock while no parameter has changed."""
-        untouched = self._versions()
+        untouched = [parameter._version for parameter in self.parameters.values()]
 
         def evaluated() -> float:
-            if self._versions() != untouched:
+            if [parameter._version for parameter in self.parameters.values()] != untouched:
                 loss = closure()
             else:
                 lock.close()
@@ -275,9 +231,6 @@ class StrategyContext:
             gradients = (self.gradient(name) for name in self.trained)
             self.clip((gradient for gradient in gradients if gradient is not None), max_norm)
 
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters.values()]
-
     def count_local_step(self, samples: int | None = None) -> None:
         """Counts a local step in which the inner optimizer did not step.
 
@@ -285,35 +238,7 @@ class StrategyContext:
             samples: samples behind the step; the step rate counts samples then.
         """
         self.local_step += 1
-        self.rate.count(1 if samples is None else samples)
-        self._samples = samples
-
-    def note_step(self, batch_size: int | None) -> None:
-        """Counts a step of the averager for the status.
-
-        Args:
-            batch_size: samples of this rank, as given to `step`.
-        """
-        samples, self._samples = self._samples or batch_size, None
-        self.pace.count(samples if is_count(samples) else 0, self.monotonic())
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Wraps a call that may wait for other peers; the time between two such calls is this peer's own work."""
-        self.rate.begin(self.monotonic())
-        try:
-            yield
-        finally:
-            self.rate.end(self.monotonic())
-
-    @contextmanager
-    def _own_work(self) -> Iterator[None]:
-        """Wraps what counts as this peer's own work inside of `measuring`."""
-        began = self.monotonic()
-        try:
-            yield
-        finally:
-            self.rate.worked(self.monotonic() - began)
+        self.pace.count(samples)
 
     def locked(self) -> AbstractContextManager[list[torch.Tensor]]:
         """The tensors' lock, see `Peer.tensors`."""
@@ -365,16 +290,16 @@ class StrategyContext:
             TensorError: a tensor to be averaged holds NaN or infinity, or has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        averaged = topic or self._model_topic
-        with self.copies.following() if self._has_parameters(averaged.tensors.tensors) else nullcontext():
+        topic = topic or self.topic("", self.tensors)
+        with self.copies.following() if self._has_parameters(topic.tensors.tensors) else nullcontext():
             if self.site.size > 1:
                 return self.receipt_of(self.begin(topic, after=after, **options))
-            self.check_tensors()
-            self._weigh(options, averaged)
+            self.guard.check()
+            self.weights.add_to(options, topic)
             made = self.weights.made
             receipt = self.thread.run(self._round(topic, options, after))
             if receipt.averaged:
-                self.weights.averaged[averaged.schema.topic] = made
+                self.weights.averaged[topic.schema.topic] = made
         return self._report(receipt)
 
     def _has_parameters(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -390,12 +315,12 @@ class StrategyContext:
 
     def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""
-        averaged = topic or self._model_topic
-        pending = PendingRound(self.site, averaged.tensors.tensors, self._begun)
+        topic = topic or self.topic("", self.tensors)
+        pending = PendingRound(self.site, topic.tensors.tensors, self._begun)
         self._begun += 1
-        pending.samples = averaged.schema.topic, self.weights.made
-        self._weigh(options, averaged)
-        self.check_tensors()
+        pending.samples = topic.schema.topic, self.weights.made
+        self.weights.add_to(options, topic)
+        self.guard.check()
         if self.site.owns:
             with pending.starting():
                 pending.receipt = self.thread.start(pending.run(lambda: self._round(topic, options, after, pending)))
@@ -426,10 +351,10 @@ class StrategyContext:
         return self._report(receipt, may_fail=may_fail)
 
     def _round(
-        self, topic: Topic | None, options: RoundOptions, after: float, pending: PendingRound | None = None
+        self, topic: Topic, options: RoundOptions, after: float, pending: PendingRound | None = None
     ) -> Coroutine[Any, Any, Receipt]:
         """A round in the peer's thread, with the options that the strategy has left to the averager."""
-        (topic or self._model_topic).tensors.note_computed()  # the peer's thread copies the tensors
+        topic.tensors.note_computed()  # the peer's thread copies the tensors
         config, shard = self.peer.config, self.peer.shard
         expected_peers = options.get("expected_peers", frozenset)
         expected = ExpectedAtFirst(expected_peers if shard is None else shard.translated(expected_peers))
@@ -438,36 +363,18 @@ class StrategyContext:
         chosen: RoundOptions = {
             "weight": self.weights.number,
             "start_size": expected.start_size,
-            "search_timeout": lambda seen: seconds if self._may_come(expected, seen) else 0.0,
+            "search_timeout": lambda seen: seconds if _may_come(self.peer, expected, seen) else 0.0,
         }
         if "expected_peers" in options or "search_timeout" not in options:
             chosen["stop_search"] = expected.have_left
         chosen.update(options)
         chosen["expected_peers"] = expected.peers
-        chosen["gather"] = self.counters.added_to(options.get("gather"))  # in the training thread, which counts
+        chosen["gather"] = self.reports.counters.added_to(options.get("gather"))  # in the training thread, which counts
         chosen["drift"] = self.drift.comparison(options.get("drift"))
         if shard is not None and pending is not None:
             chosen["confirm"] = pending.confirm
             chosen["gather"] = wrapped(shard.site, pending.number, chosen["gather"])
-        topic = topic or self._model_topic
-        return self._average_at(after, topic, chosen) if after > 0 else self.peer.average(topic, **chosen)
-
-    async def _average_at(self, after: float, topic: Topic, options: RoundOptions) -> Receipt:
-        """Averages after so many seconds, or as soon as another peer looks for a group; called in the peer's thread."""
-        loop = asyncio.get_running_loop()
-        end, phase = loop.time() + after, options.get("phase", "")
-        while self.peer.declared_until(topic, phase) is None:
-            if (left := end - loop.time()) <= 0:
-                break
-            await asyncio.sleep(min(left, LOOK_SECONDS))
-        return await self.peer.average(topic, **options)
-
-    def _may_come(self, expected: ExpectedAtFirst, announcements: Mapping[str, bytes]) -> bool:
-        may_come = self.peer.peers - {self.peer.endpoint}
-        # Those whose training has ended, or that refuse connections, make no group any more.
-        if not expected.peers(announcements) and not still_training(announcements):
-            may_come -= self.peer.progress.announcers
-        return bool(may_come)
+        return _average_at(self.peer, after, topic, chosen) if after > 0 else self.peer.average(topic, **chosen)
 
     def fingerprint(self, tensors: Mapping[str, torch.Tensor], moment: str, number: int) -> DriftCheck:
         """Fingerprint of tensors that all members of a group should hold alike, to be compared in its round.
@@ -481,34 +388,11 @@ class StrategyContext:
         own = fingerprint_of(values, moment, number)
         return DriftCheck(own, list(tensors), tolerance=tolerance_of(values))
 
-    def warn_of_others(self) -> None:
-        """See `ModelParts.warn_of_others`."""
-        if self.parts.digests and self.site.leads:
-            with suppress(ClosedError):
-                self.parts.warn_of_others(self.announcements.at_leader(wait=False))
-
     def _report(self, receipt: Receipt, *, may_fail: bool = False) -> Receipt:
-        """Passes a receipt on, and warns of a failed round once per reason."""
-        if self.counters and receipt.averaged:
-            dropped = {member.endpoint for member in receipt.dropped}
-            present = [sent for name, sent in receipt.gathered.items() if name not in dropped]
-            with self.peer.tensors():
-                self.counters.take_largest(present)
-        if self.counters:
-            receipt = replace(
-                receipt, gathered={name: without_counters(sent) for name, sent in receipt.gathered.items()}
-            )
-        self.warn_of_others()
-        reason = "" if receipt.averaged else receipt.reason
-        if may_fail and receipt.outcome is Outcome.NO_GROUP:
-            reason = self._warned
-        if reason and reason != self._warned and self.site.leads:
-            logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
-        self._warned = reason
         self.standing = self.standing.after_round(receipt.members, averaged=receipt.averaged)
+        self.parts.warn_of_others(self.announcements)
         self.drift.log(receipt)
-        self._on_receipt(receipt)
-        return receipt
+        return self.reports.pass_on(receipt, may_fail=may_fail)
 
     def take_over(self, fetch: BackgroundDownload) -> None:
         """Takes over a downloaded state completely, at all ranks of the site.
@@ -521,3 +405,48 @@ class StrategyContext:
             self.states.take_over(fetch)
         self.modes.settle()
         self.announcements.refresh()
+
+
+async def _average_at(peer: Peer, after: float, topic: Topic, options: RoundOptions) -> Receipt:
+    """Averages after so many seconds, or as soon as another peer looks for a group; called in the peer's thread."""
+    loop = asyncio.get_running_loop()
+    end, phase = loop.time() + after, options.get("phase", "")
+    while peer.declared_until(topic, phase) is None:
+        if (left := end - loop.time()) <= 0:
+            break
+        await asyncio.sleep(min(left, LOOK_SECONDS))
+    return await peer.average(topic, **options)
+
+
+def _may_come(peer: Peer, expected: ExpectedAtFirst, announcements: Mapping[str, bytes]) -> bool:
+    may_come = peer.peers - {peer.endpoint}
+    # Those whose training has ended, or that refuse connections, make no group any more.
+    if not expected.peers(announcements) and not still_training(announcements):
+        may_come -= peer.progress.announcers
+    return bool(may_come)
+
+
+class RoundReports:
+    """Passes receipts on, takes the largest counters, and warns of a failed round once per reason."""
+
+    def __init__(self, site: Site, peer: Peer, counters: Counters, on_receipt: Callable[[Receipt], None]) -> None:
+        self.counters = counters
+        self._site, self._peer, self._on_receipt = site, peer, on_receipt
+        self._warned = ""
+
+    def pass_on(self, receipt: Receipt, *, may_fail: bool) -> Receipt:
+        if self.counters and receipt.averaged:
+            dropped = {member.endpoint for member in receipt.dropped}
+            with self._peer.tensors():
+                self.counters.take_largest(sent for name, sent in receipt.gathered.items() if name not in dropped)
+        if self.counters:
+            gathered = {name: without_counters(sent) for name, sent in receipt.gathered.items()}
+            receipt = replace(receipt, gathered=gathered)
+        reason = "" if receipt.averaged else receipt.reason
+        if may_fail and receipt.outcome is Outcome.NO_GROUP:
+            reason = self._warned
+        if reason and reason != self._warned and self._site.leads:
+            logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
+        self._warned = reason
+        self._on_receipt(receipt)
+        return receipt

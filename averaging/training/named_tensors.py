@@ -18,9 +18,10 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from averaging.common import listed, without_wrappers
-from averaging.errors import ConfigError, TensorError
+from averaging.errors import ClosedError, ConfigError, TensorError
 from averaging.receipts import UNSAVED
 from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite, digest_of_tensors
+from averaging.training.announcements import Announcements
 from averaging.training.history import read_progress
 from averaging.training.layout import is_divided, local
 from averaging.training.site import Site
@@ -142,7 +143,8 @@ class ModelParts:
         buffers: Mapping[str, torch.Tensor],
         locked: Callable[[], AbstractContextManager[list[torch.Tensor]]],
     ) -> None:
-        self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
+        self.model = model  # None if the user gave none
+        self._site, self._trained, self._buffers = site, trained, buffers
         self._locked = locked  # gives the averaged tensors, under their lock
         self.digests: dict[str, str] = {}
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] | None = None
@@ -167,9 +169,9 @@ class ModelParts:
         Warns of parameters that have changed, and at the start of buffers that nothing has written.
         """
         before, is_start = self.digests.get(FROZEN), UNSAVED not in self.digests
-        if self._model is None:
+        if self.model is None:
             return
-        frozen, unsaved = self._model.frozen(self._trained.values()), self._model.unsaved
+        frozen, unsaved = self.model.frozen(self._trained.values()), self.model.unsaved
         for part, tensors in ((FROZEN, frozen), (UNSAVED, unsaved)):
             if tensors:
                 self.digests[part] = self._joint(partial(digest_of, tensors))
@@ -195,7 +197,7 @@ class ModelParts:
 
     def _measure_all(self) -> None:
         self.measure_untrained()
-        buffers = self._buffers if self._model is None else self._model.present_buffers
+        buffers = self._buffers if self.model is None else self.model.present_buffers
         plain = {name.removeprefix(BUFFER): buffer for name, buffer in sorted(buffers.items())}
         # By number, since a peer that was made without the model has no names for them.
         numbered = {str(number): local(parameter) for number, parameter in enumerate(self._trained.values())}
@@ -206,9 +208,14 @@ class ModelParts:
         if plain:
             self.digests["buffers"] = self._joint(lambda: digest_of(plain))
 
-    def warn_of_others(self, announcements: Mapping[str, bytes]) -> None:
+    def warn_of_others(self, announcements: Announcements) -> None:
         """Warns of peers that have other values in what is not averaged, once of each."""
-        progress = read_progress(announcements)
+        if not (self.digests and self._site.leads):
+            return
+        try:
+            progress = read_progress(announcements.at_leader(wait=False))
+        except ClosedError:
+            return
         for part, advice in NOT_AVERAGED.items():
             own = self.digests.get(part)
             if own is None or (part == FROZEN and self.of_strategy is not None):
@@ -399,6 +406,47 @@ def _check_writable(what: str, tensor: torch.Tensor) -> None:
         stride == 0 and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise TensorError(f"several elements of {what} share memory, as after expand(); clone() it")
+
+
+class TensorGuard:
+    """Notices that the averaged tensors are not the trained ones any more."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: TrainedModel | None,
+        trained: Mapping[str, torch.Tensor],
+        buffers: ModelBuffers,
+    ) -> None:
+        self._optimizer, self._model = optimizer, model
+        self._tensors = {**trained, **buffers.averaged}
+        self._buffers = {name.removeprefix(BUFFER) for name in buffers.averaged | buffers.shared}
+        self._places = {name: local(tensor).detach() for name, tensor in self._tensors.items()}  # sharing their memory
+        self._ids = self._parameter_ids()
+
+    def check(self) -> None:
+        """Checks that the averaged tensors are still the trained ones.
+
+        Raises:
+            TensorError: a tensor was moved in memory, or the inner optimizer or the model has other ones now.
+        """
+        if self._model is not None:
+            self._model.check(self._buffers)
+        for name, tensor in self._tensors.items():
+            # `share_memory_()` moves both, which is harmless.
+            if local(tensor).data_ptr() != self._places[name].data_ptr():
+                raise TensorError(
+                    f"{name!r} has been moved in memory, as `model.to()` and `.data = ...` do; move the model first, "
+                    "then make the averager, and write later values in place, with `copy_`"
+                )
+        if self._parameter_ids() != self._ids:
+            raise TensorError(
+                "the inner optimizer has other parameters than when the averager was made; the averaged ones cannot "
+                "change: add parameters before, or close this averager and make a new one"
+            )
+
+    def _parameter_ids(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
 
 
 # Integer buffers, such as the count of batches in BatchNorm: the members of a round take the largest value of each.

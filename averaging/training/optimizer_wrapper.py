@@ -137,4 +137,4 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
             ClosedError: The averager was closed, or its thread has failed.
         """
         self._training.thread.check()
-        self._training.check_tensors()
+        self._training.guard.check()

@@ -135,6 +135,17 @@ class WeightModes:
         self._optimizer, self._lock = optimizer, lock
         self._kept: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # parameter, training weights, version
         self._wanted: bool | None = None
+        self._warned = False
+
+    def warn_once(self) -> None:
+        """Warns that the optimizer keeps no third sequence that could be averaged."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s has training and evaluation weights, but none of its statistics is %r: only the training weights "
+                "are averaged, and the evaluation weights of the peers will differ",
+                *(type(self._optimizer).__name__, ITERATE),
+            )
 
     @property
     def exist(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from averaging.common import check_weight, is_count
 from averaging.errors import ConfigError
-from averaging.peer import Topic
+from averaging.peer import RoundOptions, Topic
 from averaging.training.site import Site
 
 SAMPLES = "samples"
@@ -60,6 +60,13 @@ class RoundWeight:
             return self.number
         waiting = self._site.all_gather(lambda: self.made - self.averaged.get(topic.schema.topic, 0))
         return max(LEAST_SAMPLES, float(sum(waiting)))
+
+    def add_to(self, options: RoundOptions, topic: Topic) -> None:
+        """Sets the weight in the options of a round, unless it has one."""
+        if "weight" not in options:
+            options["weight"] = self.of(topic)
+            if self.counts_samples:
+                options.setdefault("gather", self.unit)
 
     def forget(self) -> None:
         self.made, self.averaged = 0, {}

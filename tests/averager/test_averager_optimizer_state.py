@@ -116,16 +116,6 @@ def test_hyperparameters_stay_the_newcomers_own(make: Make) -> None:
     assert [group["lr"] for group in newcomer.param_groups] == [0.5] * len(newcomer.param_groups)
 
 
-def test_tensors_have_telling_names() -> None:
-    params = parameters()
-    optimizer = torch.optim.AdamW(params)
-    step(optimizer, params, 1)
-    tensors, packed = pack_optimizer(optimizer)
-    assert set(tensors) == {f"optimizer/{n}/{key}" for n in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert tensors["optimizer/1/exp_avg"] is optimizer.state[params[1]]["exp_avg"]
-    assert packed["class"] == "AdamW"
-
-
 @pytest.mark.parametrize(
     "value", [print, object(), {1.5: 2}, [torch.ones(1), {"deep": print}], torch.eye(2).to_sparse()]
 )

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from averaging import LocalSGD
 from averaging.errors import ConfigError
 from averaging.training.parameter_copies import ParameterCopies
-from tests.support.training import Start, backward, batch_of, model_of
 
 Parameters = list[torch.nn.Parameter]
 
@@ -50,17 +46,6 @@ class InState(Masters):
 
     def kept(self) -> list[torch.Tensor]:
         return [self.state[parameter]["master_param"] for parameter in self.all()]
-
-
-class Flat(Masters):
-    """As with ZeRO: all copies in one tensor."""
-
-    def keep(self, copies: list[torch.Tensor]) -> None:
-        self.flat = torch.cat([master.reshape(-1) for master in copies])
-
-    def kept(self) -> list[torch.Tensor]:
-        sizes = [parameter.numel() for parameter in self.all()]
-        return [one.view_as(p) for one, p in zip(torch.split(self.flat, sizes), self.all(), strict=True)]
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> Parameters:
@@ -99,7 +84,7 @@ def copies_of(optimizer: Masters) -> ParameterCopies:
     return ParameterCopies(optimizer, named(optimizer.all()), masters)
 
 
-@pytest.mark.parametrize("kind", [Masters, InState, Flat])
+@pytest.mark.parametrize("kind", [Masters, InState])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("before", [0, 1, 4])
 def test_copies_get_what_a_round_writes(
@@ -173,27 +158,3 @@ def test_masters_of_other_shapes_are_refused_and_none_yet_are_not() -> None:
     write(params, ParameterCopies(optimizer, named(params), list))
     with pytest.raises(ConfigError, match="masters= returns 1 tensors"):
         write(params, ParameterCopies(optimizer, named(params), lambda: [torch.zeros(3)]))
-
-
-def test_a_hook_of_the_optimizer_is_called_once_a_step(start: Start) -> None:
-    """Also a global one of torch, and also in the step after a round."""
-    run = start()
-    calls: list[float] = []
-    for _ in range(2):
-        run.add(LocalSGD(2), partial(torch.optim.SGD, lr=0.05), model_of(0), group_size=2)
-    run.meet()
-    opt = run.averagers[0].optimizer
-    hooks = [
-        opt.register_step_post_hook(lambda *_: calls.append(opt.param_groups[0]["lr"])),
-        register_optimizer_step_pre_hook(lambda of, *_: calls.append(0.5) if of is opt else None),
-    ]
-
-    def trained(number: int) -> None:
-        for seed in range(8):
-            backward(run.models[number], batch_of(seed, 4))
-            run.averagers[number].step()
-
-    run.each(trained)
-    for hook in hooks:
-        hook.remove()
-    assert calls == [0.5, 0.05] * 8

@@ -182,15 +182,3 @@ def test_newcomers_get_what_a_strategy_of_ones_own_has_averaged(
     newcomer = run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1), model_of(1))
     assert newcomer.local_step == 4
     assert any(equal(run.parameters()[2], donor) for donor in run.parameters()[:2])
-
-
-def test_a_result_of_other_tensors_is_no_state(start: Callable[[], Run]) -> None:
-    """What becomes of it in the parameters decides the strategy, which writes them with `replacing`."""
-    run = start()
-    copies = run.add(Own(lambda training: {"copy": torch.zeros(3)}), partial(torch.optim.SGD, lr=0.1))
-    assert not copies.strategy.topic.commits  # type: ignore[attr-defined]
-    made = copies._training.topic("own", copies._training.tensors, commits=False)
-    assert not made.commits
-    for strategy, commits in ((LocalSGD(5), True), (LocalSGD(5, overlap=True), False), (GradientAveraging(8), False)):
-        opt = start().add(strategy, partial(torch.optim.SGD, lr=0.1))
-        assert opt.strategy._topic.commits is commits  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -265,17 +264,6 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_residual(
     assert ledger.error() < EXACT
 
 
-def test_a_checkpoint_without_residual_begins_with_none(start: Start) -> None:
-    """Such as one of an older version, or of another compression."""
-    run = start()
-    opt = run.add(top_k(2), SGD)
-    saved = opt.state_dict()
-    assert saved["averaging"]["strategy"].pop("own") == {}
-    with_residual(run, 0)
-    opt.load_state_dict(saved)
-    assert residual(run, 0) == []
-
-
 def test_a_residual_that_cannot_be_used_is_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     run = start()
     opt = run.add(top_k(2), SGD)
@@ -470,28 +458,3 @@ def test_a_peer_with_other_options_is_refused_by_name(start: Start, options: dic
     run.add(top_k(2), SGD)
     with pytest.raises(ConfigError, match=f"{named}.*; give all peers of the run the same"):
         run.add(top_k(2, **options), SGD)
-
-
-def test_peers_with_other_blocks_say_which_option_differs(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Where nobody checks the terms, as at the end, the schema is compared."""
-    run = start()
-    receipts: list[Receipt] = []
-    for own in ({}, {"density": 1 / 4}):
-        run.add(Lenient(2, **own), SGD, group_wait=1.0, on_round=receipts.append)
-    run.meet()
-    train(run, 4)
-    assert not any(receipt.averaged for receipt in receipts)
-    assert re.search(
-        "averages something else: density of top_k is (1/8 here and 1/4|1/4 here and 1/8) there; give both", caplog.text
-    )
-
-
-class Lenient(DiLoCo):
-    """Announces nothing of its options."""
-
-    def __init__(self, sync_every: int, **options: Any) -> None:
-        super().__init__(sync_every, **{"compression": "top_k", "density": 1 / 8, **options})
-
-    @property
-    def terms(self) -> dict[str, str]:
-        return {}
