@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
-from tests.averager.test_parameter_copies import Flat, InState, Masters
+from tests.averager.test_parameter_copies import InState, Masters
 from tests.support.training import PATIENCE, Run, Start, batch_of, equal, model_of
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -32,7 +32,7 @@ def in_sync(optimizer: torch.optim.Optimizer) -> bool:
     return all(torch.equal(m.to(p.dtype), p) for m, p in zip(optimizer.kept(), optimizer.all(), strict=True))
 
 
-@pytest.mark.parametrize("kind", [Masters, InState, Flat])
+@pytest.mark.parametrize("kind", [Masters, InState])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_what_is_averaged_stays(start: Start, strategy: Callable[[], Strategy], kind: type[Masters]) -> None:
     run = start()
@@ -53,7 +53,7 @@ def test_what_is_averaged_stays(start: Start, strategy: Callable[[], Strategy], 
     assert run.each(whole) == [True, True]
 
 
-@pytest.mark.parametrize("kind", [Masters, InState, Flat])
+@pytest.mark.parametrize("kind", [Masters, InState])
 def test_a_newcomer_has_the_copies_of_what_it_downloads(start: Start, kind: type[Masters]) -> None:
     run = start()
     for seed in range(2):
