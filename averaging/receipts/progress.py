@@ -27,7 +27,7 @@ class TrainingProgress:
     sync_every: str = ""
     # number of peers with which a round begins, or their share, such as `2` or `0.5`; empty if it waits for all
     quorum: str = ""
-    # seconds for which a round then waits for further peers, as learned; None without a quorum
+    # seconds for which a round then waits for further peers; None without a quorum
     grace: float | None = None
     max_grace: float | None = None  # upper bound of `grace`, as the user has set it
     weight_unit: str = ""  # `samples` if weights count them; else empty
