@@ -47,15 +47,7 @@ class TooSlowError(Exception):
 
 
 class Endurance:
-    """One run.
-
-    Args:
-        actors: the processes.
-        strikes: the faults.
-        seconds: how long faults come.
-        judge: takes the events.
-        log: for what happens, as lines of JSON.
-    """
+    """One run, in which faults come for so many seconds; what happens is written to `log` as lines of JSON."""
 
     def __init__(
         self, actors: Sequence[Actor], strikes: Sequence[Strike], seconds: float, judge: Judge, log: TextIO
@@ -207,7 +199,6 @@ class Endurance:
 
 
 def perform(given: argparse.Namespace) -> int:
-    """Runs it; returns the exit code."""
     seconds = given.hours * 3600 if given.hours else given.minutes * 60
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="endurance-")))
@@ -236,7 +227,6 @@ def perform(given: argparse.Namespace) -> int:
 
 
 def positive(text: str) -> float:
-    """Parses a number above 0."""
     if not (number := float(text)) > 0:
         raise argparse.ArgumentTypeError("must be greater than 0")
     return number
@@ -244,7 +234,6 @@ def positive(text: str) -> float:
 
 @ending_children()
 def main() -> int:
-    """Runs it as configured on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.endurance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -65,7 +65,6 @@ class Actor:
 
     @property
     def kinds(self) -> frozenset[FaultKind]:
-        """The faults that it can have."""
         return PROCESS_KINDS | (LINK_KINDS if self.proxies else frozenset())
 
     @property
@@ -74,7 +73,6 @@ class Actor:
         return self.ready and not (self.struck - {FaultKind.CLOCK})
 
     def start(self, now: float) -> None:
-        """Starts its next life."""
         self.life += 1
         self.failed_starts = 0 if self.was_ready else self.failed_starts + 1
         self._ready_ranks.clear()
@@ -88,13 +86,11 @@ class Actor:
         ]
 
     def note_ready(self, rank: int) -> None:
-        """Notes that one of its processes takes part."""
         self._ready_ranks.add(rank)
         if len(self._ready_ranks) == len(self.processes):
             self.ready = self.was_ready = True
 
     def close(self) -> None:
-        """Kills its processes."""
         self._continue()
         self._stack.close()
         self.processes = []
@@ -135,7 +131,6 @@ class Actor:
         self._restart_at = now + RESTART_SECONDS
 
     def strike(self, strike: Strike, now: float) -> None:
-        """Begins a fault."""
         if not self.processes:
             return
         self.struck.add(strike.kind)
@@ -162,7 +157,6 @@ class Actor:
                     proxy.arm(LINK_FAULTS[kind], int(strike.detail))
 
     def heal(self, strike: Strike) -> None:
-        """Ends a fault."""
         self.struck.discard(strike.kind)
         match strike.kind:
             case FaultKind.STOP:

@@ -26,19 +26,13 @@ machine may take that long; what it usually takes is in the summary."""
 
 @dataclass
 class Window:
-    """The time after one fault in one run of peers.
-
-    Attributes:
-        waiting: peers without a fault that have not finished a round since.
-        bound: two usual rounds at that time, and the longest wait for a silent peer, in seconds.
-        ended: when the last of those that were waited for had finished a round.
-    """
+    """The time after one fault in one run of peers."""
 
     strike: Strike
     began: float
-    waiting: set[str]
-    bound: float
-    ended: float = 0.0
+    waiting: set[str]  # peers without a fault that have not finished a round since
+    bound: float  # two usual rounds at that time, and the longest wait for a silent peer, in seconds
+    ended: float = 0.0  # when the last of those that were waited for had finished a round
 
 
 class Recovery:

@@ -32,24 +32,16 @@ def subsets(members: Collection[str], may_be_missing: Collection[str]) -> Iterat
 
 
 def near(value: float, expected: float) -> bool:
-    """Whether two numbers differ by rounding only."""
     return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 @dataclass
 class Step:
-    """A global step of `GradientAveraging`, from the reports of its members.
+    """A global step of `GradientAveraging`, from the reports of its members."""
 
-    Attributes:
-        samples: samples of each member, by endpoint, as the receipts say.
-        dropped: members that anybody has dropped.
-        reports: what each member has reported, by name.
-        since: time of the first report.
-    """
-
-    samples: dict[str, int]
-    since: float
-    dropped: set[str] = field(default_factory=set)
+    samples: dict[str, int]  # of each member, by endpoint, as the receipts say
+    since: float  # the first report
+    dropped: set[str] = field(default_factory=set)  # by anybody
     reports: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -73,7 +65,6 @@ class SampleLedger:
         self._counted: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
 
     def know(self, endpoint: str, slot: int) -> None:
-        """Notes which trainer is at an endpoint."""
         self._slots[endpoint] = slot
 
     def note_round(self, receipt: Receipt, now: float) -> None:
@@ -204,17 +195,12 @@ def interval_of(
 
 @dataclass
 class MeanRound:
-    """A round of `LocalSGD`.
+    """A round of `LocalSGD`."""
 
-    Attributes:
-        since: time of the first report.
-        reports: for each member its receipt, its value before, and those that it holds after it.
-        before: the last values of each member when the first member had reported.
-    """
-
-    since: float
+    since: float  # the first report
+    # Of each member its receipt, its value before, and those that it holds after it.
     reports: dict[str, tuple[Receipt, float, Sequence[float]]] = field(default_factory=dict)
-    before: dict[str, list[float]] = field(default_factory=dict)
+    before: dict[str, list[float]] = field(default_factory=dict)  # the last values when the first member had reported
 
 
 class MeanLedger:
@@ -227,7 +213,6 @@ class MeanLedger:
         self._open: dict[bytes, MeanRound] = {}
 
     def before(self, endpoint: str, value: float) -> None:
-        """Notes the value that a member is about to average."""
         self._before[endpoint].append(value)
 
     def note_round(self, receipt: Receipt) -> None:
@@ -273,11 +258,7 @@ class MeanLedger:
 
 
 class GroupLedger:
-    """The scored groups of a feed: each that was acknowledged is trained once.
-
-    Attributes:
-        trained: number of groups that were trained.
-    """
+    """The scored groups of a feed: each that was acknowledged is trained once."""
 
     def __init__(self) -> None:
         self.trained = 0
@@ -286,7 +267,6 @@ class GroupLedger:
         self._step_of: dict[int, int] = {}
 
     def acknowledged(self, group: int, now: float) -> None:
-        """Notes that the server has taken a group."""
         if group not in self._step_of:
             self._acknowledged[group] = now
 

@@ -49,13 +49,7 @@ GROUP_WAIT, STALL_TIMEOUT = 2.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a fault can hit.
-
-    Attributes:
-        plane: the part of the system to which it belongs, such as a run. At most a third of a plane has faults at once,
-            and at least one target can have one.
-        kinds: the faults that it can have.
-    """
+    """What a fault can hit. At most a third of a plane, such as a run, has faults at once, or one target."""
 
     name: str
     plane: str
@@ -64,21 +58,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        number: from 1.
-        at: seconds since the start.
-        seconds: how long it lasts.
-        detail: seconds of a clock step, and bytes after which a fault of a link begins; else 0.
-    """
-
-    number: int
-    at: float
+    number: int  # from 1
+    at: float  # seconds since the start
     kind: FaultKind
     victim: str
-    seconds: float = 0.0
-    detail: float = 0.0
+    seconds: float = 0.0  # how long it lasts
+    detail: float = 0.0  # seconds of a clock step, and bytes after which a fault of a link begins; else 0
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.0f} s" if self.seconds else ""

@@ -37,14 +37,7 @@ Words = Sequence[tuple[Sequence[str], Mapping[str, str]]]
 
 
 class Roster:
-    """Makes the actors.
-
-    Args:
-        stack: ends the proxies.
-        folder: for files.
-        files: certificates and token, by the name of the option.
-        only: the parts that run.
-    """
+    """Makes the actors of some parts; `files` are certificates and token, by the name of the option."""
 
     def __init__(self, stack: ExitStack, folder: Path, files: Mapping[str, Path], only: Collection[str]) -> None:
         self._stack, self._folder = stack, folder
@@ -185,7 +178,6 @@ class Roster:
 
 
 def python(module: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The command of a worker."""
     return (sys.executable, "-m", f"tests.endurance.{module}", json.dumps(options))
 
 

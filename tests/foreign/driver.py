@@ -28,6 +28,7 @@ from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import ExtraState
 from averaging.timing import learned_deadlines
 from averaging.transport.base import Transport
+from tests.foreign import split
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "tests" / "foreign"
@@ -258,12 +259,8 @@ async def our_peer(
             yield Ours(peer, made[0], peer.endpoint)
 
 
-def gather(
-    weight: float = 1.0, bandwidth: float | None = None, mode: int = 0, user: Any = None, *, wrapped: bool = False
-) -> bytes:
-    """What a member tells about itself, packed without help of the library; `wrapped` in extension type 0x40."""
-    array: bytes = msgpack.packb([weight, bandwidth, mode, msgpack.packb(user)])
-    return bytes(msgpack.packb(msgpack.ExtType(0x40, array))) if wrapped else array
+gather = split.pack_gather
+"""What a member tells about itself, packed without help of the library."""
 
 
 def whole_numbers(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

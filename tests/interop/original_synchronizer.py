@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-import torch
-from manual_time import ManualTimeLoop
+from manual_time import ManualTimeLoop, decoded, encoded
 from trinity.common.constants import RunningStatus, SyncMethod
 from trinity.manager.synchronizer import Synchronizer
 
@@ -84,7 +83,7 @@ class Original:
 
     def call(self, number: str, name: str, arguments: list[Any]) -> None:
         async def call() -> Any:
-            result = getattr(self.synchronizer, name)(*[decoded(argument) for argument in arguments])
+            result = getattr(self.synchronizer, name)(*[decoded(argument, RunningStatus) for argument in arguments])
             return encoded(await result if asyncio.iscoroutine(result) else result)
 
         self.pending[number] = LOOP.start(call())
@@ -114,26 +113,6 @@ class Original:
         self.synchronizer.model_version = version
         self.synchronizer.trainer_status = RunningStatus(trainer)
         self.synchronizer.explorer_status_counts.update(zip(RunningStatus, counts, strict=True))
-
-
-def decoded(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        if "status" in argument:
-            return RunningStatus(argument["status"])
-        return {name: torch.tensor(value) for name, value in argument["tensors"].items()}
-    return argument
-
-
-def encoded(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.tolist()
-    if isinstance(result, dict):
-        return {name: encoded(value) for name, value in result.items()}
-    if isinstance(result, tuple | list):
-        return [encoded(value) for value in result]
-    if hasattr(result, "__next__"):
-        return [encoded(item) for item in result]
-    return result
 
 
 def main() -> None:

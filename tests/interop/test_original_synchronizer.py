@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
-from tests.interop.manual_time import ManualTimeLoop
+from tests.interop.manual_time import ManualTimeLoop, decoded, encoded
 
 pytestmark = pytest.mark.interop
 
@@ -136,7 +135,7 @@ class Ours:
         return {"ended": self._ended(), "state": self.state()}
 
     async def _call(self, method: str, given: list[Any]) -> Any:
-        result = getattr(self.synchronizer, method)(*map(decoded, given))
+        result = getattr(self.synchronizer, method)(*(decoded(argument, RunningStatus) for argument in given))
         result = await result if asyncio.iscoroutine(result) else result
         return None if method == "set_model_state_dict" else encoded(result)  # ours returns the version
 
@@ -170,26 +169,6 @@ class Ours:
 
 async def _a_moment() -> None:
     await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-
-
-def decoded(argument: Any) -> Any:
-    if isinstance(argument, dict):
-        if "status" in argument:
-            return RunningStatus(argument["status"])
-        return {name: torch.tensor(value) for name, value in argument["tensors"].items()}
-    return argument
-
-
-def encoded(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.tolist()
-    if isinstance(result, dict):
-        return {name: encoded(value) for name, value in result.items()}
-    if isinstance(result, tuple | list):
-        return [encoded(value) for value in result]
-    if hasattr(result, "__next__"):
-        return [encoded(item) for item in result]
-    return result
 
 
 class Pair:
