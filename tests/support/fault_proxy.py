@@ -12,6 +12,7 @@ from typing import Self
 
 from tests.support.ports import free_port
 
+HOST = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
 
 
@@ -36,7 +37,6 @@ class FaultProxy:
 
     Args:
         rate: bytes per second in each direction of each connection; None for as fast as it goes.
-        host: where it and the peer behind it listen.
         port: to listen on; 0 for a free one.
         target: port of the peer behind it; None for a free one.
 
@@ -46,12 +46,10 @@ class FaultProxy:
         struck: set when the fault has begun.
     """
 
-    def __init__(
-        self, rate: float | None = None, host: str = "127.0.0.1", *, port: int = 0, target: int | None = None
-    ) -> None:
+    def __init__(self, rate: float | None = None, *, port: int = 0, target: int | None = None) -> None:
         self.port, self.target = port, free_port() if target is None else target
         self.struck = threading.Event()
-        self._rate, self._host = rate, host
+        self._rate = rate
         self._fault, self._left = Fault.NONE, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -92,7 +90,7 @@ class FaultProxy:
         self._main = main
         self._normal = asyncio.Event()
         self._normal.set()
-        server = await asyncio.start_server(self._connected, self._host, self.port)
+        server = await asyncio.start_server(self._connected, HOST, self.port)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         try:
@@ -129,7 +127,7 @@ class FaultProxy:
         connection.add_done_callback(self._connections.discard)
         self._writers.add(writer)
         try:
-            there, back = await asyncio.open_connection(self._host, self.target)
+            there, back = await asyncio.open_connection(HOST, self.target)
         except (OSError, asyncio.CancelledError):  # asyncio's own callback treats a cancelled task as an error
             self._writers.discard(writer)
             writer.close()
