@@ -19,7 +19,7 @@ from averaging.common import EventLoopThread, on_loop
 from averaging.config import OnDrift, PeerConfig, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
-from averaging.peer import DiscoveryFactory, Peer, RoundOptions
+from averaging.peer import DiscoveryFactory, Peer, PeerContext, RoundOptions
 from averaging.protocol import Mode
 from averaging.receipts import Finish, Receipt, TrainingProgress, TrainingStatus
 from averaging.strategies import RunEnd, RunStart, Strategy, check_unused, wait_for_peers
@@ -203,11 +203,13 @@ class DecentralizedAverager(OptimizerWrapper):
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
                 services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
-                transport=transport,
-                discovery=None if isinstance(discovery, str) else discovery,
-                on_leave=self._leave_as_asked if site.leads and transport is None else None,
-                shard=shard,
-                training=self._progress,
+                context=PeerContext(
+                    transport,
+                    None if isinstance(discovery, str) else discovery,
+                    on_leave=self._leave_as_asked if site.leads and transport is None else None,
+                    shard=shard,
+                    training=self._progress,
+                ),
             )
             self._training = StrategyContext(
                 optimizer,

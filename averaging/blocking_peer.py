@@ -33,7 +33,6 @@ class BlockingPeer(InProcess):
             place. A mapping gives them names.
         run_id: Peers with the same run id average together.
         config: The options as one object. A keyword argument overrides it.
-        discovery: See `PeerConfig`.
         options: See `PeerConfig`.
 
     Raises:
@@ -49,10 +48,9 @@ class BlockingPeer(InProcess):
         *,
         run_id: str | None = None,
         config: PeerConfig | None = None,
-        discovery: str | None = None,
         **options: Any,
     ) -> None:
-        self._peer = Peer(tensors, run_id=run_id, config=config, discovery=discovery, **options)
+        self._peer = Peer(tensors, run_id=run_id, config=config, **options)
         self._thread = EventLoopThread(self._peer, f"the peer of run {self._peer.run_id!r}")
 
     def __repr__(self) -> str:

@@ -73,18 +73,12 @@ _Waiting = Sequence[tuple[_Sender, _Delivered]]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What both sides of one member's round have in common.
-
-    Attributes:
-        forms: form of each tensor of the schema.
-        tally: records averages, bytes and dropped members.
-        monitor: enforces the deadlines; a member that exceeds one is dropped.
-    """
+    """What both sides of one member's round have in common."""
 
     schema: Schema
-    forms: Sequence[AnyForm]
+    forms: Sequence[AnyForm]  # of each tensor of the schema
     tally: RoundTally
-    monitor: WaitMonitor
+    monitor: WaitMonitor  # enforces the deadlines; a member that exceeds one is dropped
     non_finite: NonFinite
 
 

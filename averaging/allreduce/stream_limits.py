@@ -99,18 +99,13 @@ Overdue = Callable[[float, Deadline], None]
 
 
 class RoundClock:
-    """Fair seconds since the start of a round, see `FairClock`.
-
-    Attributes:
-        clock: what counts them; None before the round has started.
-        any_received: whether something that was waited for has come since the last tick.
-    """
+    """Fair seconds since the start of a round, see `FairClock`."""
 
     __slots__ = ("any_received", "clock")
 
     def __init__(self) -> None:
-        self.clock: FairClock | None = None
-        self.any_received = False
+        self.clock: FairClock | None = None  # before the round has started
+        self.any_received = False  # whether something that was waited for has come since the last tick
 
     def now(self) -> float:
         return 0.0 if self.clock is None else self.clock.at(_now())
@@ -121,23 +116,15 @@ class StreamWait:
 
     It is only a moment and a deadline: the monitor looks at all of them at each tick of its clock. Nothing is armed or
     cancelled for a part.
-
-    Args:
-        clock: the round's.
-        deadline: how long it may last.
-        overdue: called once if that passes; None while nobody waits.
-
-    Attributes:
-        since: when it began, in fair seconds; None while there is none.
-        longest: seconds of the longest one that has ended; None before the first.
     """
 
     __slots__ = ("_clock", "deadline", "longest", "overdue", "since")
 
     def __init__(self, clock: RoundClock, deadline: Deadline, overdue: Overdue | None = None) -> None:
-        self._clock, self.deadline, self.overdue = clock, deadline, overdue
-        self.since: float | None = None
-        self.longest: float | None = None
+        self._clock, self.deadline = clock, deadline
+        self.overdue = overdue  # called once if the deadline passes
+        self.since: float | None = None  # when it began, in fair seconds; None while nobody waits
+        self.longest: float | None = None  # seconds of the longest one that has ended
 
     def begin(self, waited: float = 0.0) -> None:
         """Begins or restarts it.

@@ -150,14 +150,16 @@ def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
 
 def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, stop: Stop, *, serve: bool) -> Peer:
     from averaging.elastic import RegisterService
-    from averaging.peer import Peer
+    from averaging.peer import Peer, PeerContext
 
     return Peer(
         document.tensors,
         config=config,
-        on_joining=lambda waiting: report.note(*events.joining(waiting)),
-        on_found=lambda found: report.note(*events.found_seeds(found)),
-        on_leave=lambda: stop.request(signal.SIGTERM),
+        context=PeerContext(
+            on_joining=lambda waiting: report.note(*events.joining(waiting)),
+            on_found=lambda found: report.note(*events.found_seeds(found)),
+            on_leave=lambda: stop.request(signal.SIGTERM),
+        ),
         # Elastic torchrun jobs of the run may meet here.
         services=[RegisterService()] if serve and config.mode is not Mode.CLIENT else [],
     )

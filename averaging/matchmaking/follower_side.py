@@ -58,22 +58,14 @@ class SchemaDifferences:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What all requests of one declaration have in common.
-
-    Attributes:
-        own: this peer's declaration; the expiration of a client's moves on with the time.
-        key: the discovery key under which it looks.
-        until: when the declaration ends, in seconds since the epoch.
-        tasks: owns the requests.
-        wake_up: event that is set when it may be time to ask other peers.
-    """
+    """What all requests of one declaration have in common."""
 
     search: SearchState
-    own: Declaration
-    key: str
-    until: float
-    tasks: asyncio.TaskGroup
-    wake_up: asyncio.Event
+    own: Declaration  # the expiration of a client's moves on with the time
+    key: str  # of discovery, under which this peer looks
+    until: float  # when the declaration ends, in seconds since the epoch
+    tasks: asyncio.TaskGroup  # owns the requests
+    wake_up: asyncio.Event  # set when it may be time to ask other peers
 
 
 class FollowerSide:

@@ -279,19 +279,12 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
 
 @dataclass(slots=True)
 class JoinRefusal:
-    """The last refusal of a peer in this search.
+    """The last refusal of a peer in this search."""
 
-    Attributes:
-        expiration: expiration of the declaration under which it was asked.
-        count: number of its refusals under that declaration.
-        retry_at: when it may be asked again, in seconds since the epoch; None if not in this search.
-        silent: whether it did not answer at all. Then a new declaration does not make it a candidate sooner.
-    """
-
-    expiration: float
-    count: int
-    retry_at: float | None
-    silent: bool = False
+    expiration: float  # of the declaration under which it was asked
+    count: int  # of its refusals under that declaration
+    retry_at: float | None  # when it may be asked again, in seconds since the epoch; None: not in this search
+    silent: bool = False  # it did not answer at all: then a new declaration makes it no candidate sooner
 
     def applies_to(self, expiration: float) -> bool:
         return self.silent or self.expiration == expiration

@@ -3,7 +3,7 @@
 Read in this order: `peer`, `topics` (what is averaged under which name), `rounds`.
 """
 
-from averaging.peer.lifecycle import DiscoveryFactory
+from averaging.peer.lifecycle import DiscoveryFactory, PeerContext
 from averaging.peer.peer import FetchedState, Peer
 from averaging.peer.topics import (
     Adopt,
@@ -23,6 +23,7 @@ __all__ = [
     "ExpectedPeers",
     "FetchedState",
     "Peer",
+    "PeerContext",
     "RoundOptions",
     "SparseFeedback",
     "StopSearch",

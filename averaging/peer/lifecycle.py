@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.allreduce import LARGE_PART_BYTES
@@ -17,14 +18,16 @@ from averaging.control import ControlService, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.etcd import EtcdDiscovery
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
+from averaging.errors import ConfigError
 from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
+from averaging.probe import ProbeService
 from averaging.protocol import Mode, data_key, donors_key, progress_key
-from averaging.receipts import ReceiptBook, ReceiptLog
-from averaging.security import Credentials
-from averaging.seeds import Seeds
+from averaging.receipts import ReceiptBook, ReceiptLog, TrainingProgress
+from averaging.security import Credentials, read_credentials
+from averaging.seeds import FoundSeeds, Seeds
 from averaging.state import Donors, Snapshots
 from averaging.tensors import Schema, SharedTensors
 from averaging.transport import RpcService, Transport
@@ -70,27 +73,65 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerContext:
+    """What embeds a peer, such as an averager, a command or a simulation.
+
+    Attributes:
+        transport: how peers reach each other; gRPC if None.
+        discovery: makes the discovery; by the option `discovery` if None.
+        clock: clock in seconds since the epoch.
+        rng: source of all random choices.
+        on_joining: called in the event loop while no peer of `join` has answered, first after a second and then less
+            and less often, with the addresses and the reasons. For gossip only.
+        on_found: called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers otherwise than
+            before. For gossip only.
+        on_leave: ends what uses the peer, and then closes it. It is called in the event loop when the peer's owner has
+            asked it to leave (`averaging leave`), and its last round has ended. Without it the owner cannot do that.
+        shard: which shard of the run the peer averages, if the model is divided; it meets peers of this shard only.
+        training: called in the event loop for the progress of the training that the peer is part of. Its status shows
+            it.
+    """
+
+    transport: Transport | None = None
+    discovery: DiscoveryFactory | None = None
+    clock: Callable[[], float] = time.time
+    rng: random.Random = field(default_factory=random.SystemRandom)
+    on_joining: Callable[[Waiting], None] | None = None
+    on_found: Callable[[FoundSeeds], None] | None = None
+    on_leave: Callable[[], None] | None = None
+    shard: ShardOfRun | None = None
+    training: Callable[[], TrainingProgress] | None = None
+
+
 class Lifecycle:
     """What a peer has before it is entered, and how it is entered.
 
-    Attributes:
-        discovery_factory: None if peers find each other by gossip over the transport, or in etcd.
+    Raises:
+        ConfigError: there are `services`, and no gRPC to serve them.
     """
 
-    config: PeerConfig
-    transport: Transport
-    discovery_factory: DiscoveryFactory | None
-    credentials: Credentials
-    tensors: SharedTensors
-    snapshots: Snapshots
-    schema: Schema
-    seeds: Seeds
-    control: ControlService
-    clock: Callable[[], float]
-    rng: random.Random
-    shard: ShardOfRun | None
-    on_joining: Callable[[Waiting], None] | None
-    on_leave: Callable[[], None]
+    def __init__(
+        self,
+        config: PeerConfig,
+        context: PeerContext,
+        services: Sequence[RpcService],
+        tensors: SharedTensors,
+        snapshots: Snapshots,
+        schema: Schema,
+    ) -> None:
+        if services and context.transport is not None:
+            raise ConfigError("services are served over gRPC; give no transport beside them")
+        self._config, self._context, self._clock = config, context, context.clock
+        self._tensors, self._snapshots, self._schema = tensors, snapshots, schema
+        self._credentials = credentials = read_credentials(config, context.clock)
+        self.control = ControlService(config.run_id, certified=config.tls_cert is not None)
+        self.services = list(services)
+        if config.mode is not Mode.CLIENT and context.transport is None:
+            self.services.insert(0, ProbeService(config, credentials.tls, clock=context.clock))
+            if context.on_leave is not None:
+                self.services.append(self.control)
+        self.seeds = Seeds(config.join, credentials, on_found=context.on_found)
+        self.transport = context.transport or make_transport(config, credentials, self.seeds, self.services)
 
     async def start(self, not_ready: Callable[[], str]) -> Running:
         """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
@@ -102,14 +143,15 @@ class Lifecycle:
             ListenError: it cannot listen at the address, or at that for metrics.
             JoinError: no peer of `join` answered in time, or all refuse permanently.
         """
-        config, transport, seeds, clock = self.config, self.transport, self.seeds, self.clock
+        config, transport, seeds, clock = self._config, self.transport, self.seeds, self._clock
+        shard, snapshots = self._context.shard, self._snapshots
         _log_proxy(config.proxy)
         async with AsyncExitStack() as stack:
-            metrics = PeerMetrics(config, self.credentials, not_ready, clock)
+            metrics = PeerMetrics(config, self._credentials, not_ready, clock)
             if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
                 await stack.enter_async_context(metrics.listener)
             stack.push_async_callback(seeds.close)
-            if self.discovery_factory is None:
+            if self._context.discovery is None:
                 await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
             endpoint = await transport.bind()
             seeds.bind(endpoint, config.listen)
@@ -117,25 +159,27 @@ class Lifecycle:
             self.control.endpoint = endpoint
             # Those who asked learn it in the grace period.
             stack.callback(self.control.departure.advance, LeaveStep.LEFT)
-            await self.tensors.while_locked(lambda: self.snapshots.commit(0), config.round_timeout)
+            await self._tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
             book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
             stack.callback(book.close)  # ends the streams of `watch_rounds`
-            service = metrics.service = PeerService(config, endpoint, self.schema, self.snapshots, clock(), book)
-            context = (self.discovery_factory or self._discovery)(endpoint, transport)
+            service = metrics.service = PeerService(config, endpoint, self._schema, snapshots, clock(), book)
+            context = (self._context.discovery or self._discovery)(endpoint, transport)
             # From here on other peers may call, also those through which this peer joins.
             await transport.serve(service, context if isinstance(context, GossipDiscovery | EtcdDiscovery) else None)
             discovery = run_discovery = await stack.enter_async_context(context)
-            if self.shard is not None:
-                discovery = self.shard.discovery_in(run_discovery, endpoint)
+            if shard is not None:
+                discovery = shard.discovery_in(run_discovery, endpoint)
             await self._follow(discovery, run_discovery)
             service.discovery = discovery
             progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
             data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
-            rounds = Rounds(config, endpoint, transport, discovery, progress, service, clock=clock, rng=self.rng)
-            service.matchmaking = rounds.matchmaking(self.schema)
-            donors = Donors(config.run_id, endpoint, discovery, lambda: self.snapshots.version, clock)
-            notices = [progress.notice, data.notice] + ([donors.declaration] if self.snapshots.shared else [])
-            if (shard := self.shard) is not None:
+            rounds = Rounds(
+                config, endpoint, transport, discovery, progress, service, clock=clock, rng=self._context.rng
+            )
+            service.matchmaking = rounds.matchmaking(self._schema)
+            donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
+            notices = [progress.notice, data.notice] + ([donors.declaration] if snapshots.shared else [])
+            if shard is not None:
                 shard_notice = PublishedRecord(
                     *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
                 )
@@ -163,19 +207,20 @@ class Lifecycle:
         departure.advance(LeaveStep.DOWNLOADS)
         await service.end_downloads(DOWNLOAD_SECONDS)
         departure.advance(LeaveStep.CLOSING)
-        self.on_leave()
+        if self._context.on_leave is not None:
+            self._context.on_leave()
 
     async def _follow(self, discovery: Discovery, run_discovery: Discovery) -> None:
         """Reads what is read without a wait later on: whether others train, which samples, and who offers a state."""
-        run_id = self.config.run_id
+        run_id = self._config.run_id
         followed = [discovery.follow(progress_key(run_id)), discovery.follow(data_key(run_id))]
         followed.append(discovery.follow(donors_key(run_id), keep=False))
-        if self.shard is not None:
-            followed.append(run_discovery.follow(self.shard.key))
+        if self._context.shard is not None:
+            followed.append(run_discovery.follow(self._context.shard.key))
         await asyncio.gather(*followed)
 
     def _discovery(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
-        config, credentials, clock, rng = self.config, self.credentials, self.clock, self.rng
+        config, credentials, clock, rng = self._config, self._credentials, self._clock, self._context.rng
         if config.etcd:
             return EtcdDiscovery.from_config(config, endpoint, credentials, clock=clock, rng=rng)
         return GossipDiscovery(
@@ -187,7 +232,7 @@ class Lifecycle:
             identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
             clock=clock,
             rng=rng,
-            on_joining=self.on_joining,
+            on_joining=self._context.on_joining,
         )
 
 

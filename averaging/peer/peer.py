@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -15,67 +12,17 @@ import torch
 
 from averaging.common import InProcess, check_weight
 from averaging.config import NonFinite, PeerConfig, configure
-from averaging.control import ControlService
-from averaging.discovery import Discovery, ShardOfRun, shards_key
-from averaging.discovery.gossip import Waiting
-from averaging.errors import ClosedError, ConfigError, RoundError
-from averaging.peer.lifecycle import DiscoveryFactory, Lifecycle, Running, make_transport
+from averaging.discovery import Discovery, shards_key
+from averaging.errors import ClosedError, ConfigError
+from averaging.peer.lifecycle import Lifecycle, PeerContext, Running
 from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
-from averaging.probe import ProbeService
 from averaging.protocol import Mode, attach, pack_gather, progress_key
-from averaging.receipts import DriftCheck, PeerStatus, ReadByService, Receipt, TrainingProgress
-from averaging.security import read_credentials
-from averaging.seeds import FoundSeeds, Seeds
+from averaging.receipts import DriftCheck, PeerStatus, ReadByService, Receipt
 from averaging.state import ExtraState, Snapshots, State, StateLimits, download, largest_state
 from averaging.tensors import SharedTensors
-from averaging.timing import expire
-from averaging.transport import RpcService, Transport
+from averaging.transport import RpcService
 from averaging.transport.grpc import GrpcTransport
-
-# Allows one `average` of a peer at a time, and ends it when the peer closes.
-
-
-class SingleAverage:
-    """The `average` in progress of a peer, if there is one."""
-
-    def __init__(self) -> None:
-        self._timeout: asyncio.Timeout | None = None  # expires only when the peer closes
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def in_progress(self) -> bool:
-        return self._timeout is not None
-
-    @asynccontextmanager
-    async def until_closed(self, endpoint: str) -> AsyncIterator[None]:
-        """Wraps an `average` of the peer at `endpoint`.
-
-        Raises:
-            RoundError: another one is in progress.
-            ClosedError: the peer was closed meanwhile.
-        """
-        if self._timeout is not None:
-            raise RoundError("another average() of this peer is in progress; await it first")
-        self._timeout = timeout = asyncio.timeout(None)
-        self._idle.clear()
-        try:
-            async with timeout:
-                yield
-        except TimeoutError:
-            if timeout.expired():
-                raise ClosedError(f"{endpoint} was closed while it averaged") from None
-            raise
-        finally:
-            self._timeout = None
-            self._idle.set()
-
-    async def close(self) -> None:
-        if self._timeout is not None:
-            expire(self._timeout)
-        await self._idle.wait()
-
 
 logger = logging.getLogger("averaging.peer")
 
@@ -112,22 +59,9 @@ class Peer(InProcess):
         extra_state: called, in any thread and with the tensors locked, for what the downloadable state holds besides
             the tensors. If it raises, the `average`, `download_state` or `commit` that called it raises the same; the
             tensors then hold the result, under the former version.
-        transport: how peers reach each other; gRPC if None.
         services: further gRPC methods to serve on this peer's port, see `averaging.rpc`. The tokens, certificates and
             limits of the peer apply to them too.
-        discovery: the option `discovery`, see `PeerConfig`; or a function that makes the discovery, for tests.
-        clock: clock in seconds since the epoch.
-        rng: source of all random choices.
-        on_joining: function that is called in the event loop while no peer of `join` has answered, first after a
-            second and then less and less often, with the addresses and the reasons. For gossip only.
-        on_found: function that is called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers
-            otherwise than before. For gossip only.
-        on_leave: function that ends what uses this peer, and then closes it. It is called in the event loop when the
-            peer's owner has asked it to leave (`averaging leave`), and its last round has ended. Without it the owner
-            cannot do that.
-        shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
-        training: called in the event loop for the progress of the training that this peer is part of. Its status shows
-            it.
+        context: what embeds the peer, if not the application itself.
         options: see `PeerConfig`.
 
     Attributes:
@@ -148,59 +82,21 @@ class Peer(InProcess):
         run_id: str | None = None,
         config: PeerConfig | None = None,
         extra_state: Callable[[], ExtraState] | None = None,
-        transport: Transport | None = None,
         services: Sequence[RpcService] = (),
-        discovery: DiscoveryFactory | str | None = None,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
-        on_joining: Callable[[Waiting], None] | None = None,
-        on_found: Callable[[FoundSeeds], None] | None = None,
-        on_leave: Callable[[], None] | None = None,
-        shard: ShardOfRun | None = None,
-        training: Callable[[], TrainingProgress] | None = None,
+        context: PeerContext | None = None,
         **options: Any,
     ) -> None:
-        named = {"discovery": discovery} if isinstance(discovery, str) else {}
-        self.config = configure(config, run_id, {**options, **named})
+        self.config = configure(config, run_id, options)
+        self._context = context = context or PeerContext()
         self._tensors = SharedTensors(tensors)
         self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema
-        self._clock = clock
-        self._credentials = credentials = read_credentials(self.config, clock)
-        is_client = self.config.mode is Mode.CLIENT
-        shared = self.config.share_state and not is_client
-        self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
-        if services and transport is not None:
-            raise ConfigError("services are served over gRPC; give no transport beside them")
-        certified = self.config.tls_cert is not None
-        self._control = ControlService(self.run_id, certified=certified)
-        if on_leave is not None and not is_client:
-            services = [*services, self._control]
-        if transport is None and not is_client:
-            services = [ProbeService(self.config, credentials.tls, clock=clock), *services]
-        self._seeds = Seeds(self.config.join, credentials, on_found=on_found)
-        self._transport = transport or make_transport(self.config, credentials, self._seeds, services)
-        self.shard = shard
-        self._lifecycle = Lifecycle(
-            self.config,
-            self._transport,
-            None if isinstance(discovery, str) else discovery,
-            credentials,
-            self._tensors,
-            self._snapshots,
-            self.schema,
-            self._seeds,
-            self._control,
-            clock,
-            rng or random.SystemRandom(),
-            shard,
-            on_joining,
-            on_leave or (lambda: None),
-        )
-        self._training = training
-        self._services = list(services)
+        shared = self.config.share_state and self.config.mode is not Mode.CLIENT
+        self._snapshots = Snapshots(self._tensors, extra_state, shared=shared)
+        self._lifecycle = Lifecycle(self.config, context, services, self._tensors, self._snapshots, self.schema)
+        self._transport = self._lifecycle.transport
         self._running: Running | None = None
-        self._one_average = SingleAverage()
+        self.shard = context.shard
         self.catching_up = ""
         self.further_state_bytes = 0
 
@@ -209,7 +105,7 @@ class Peer(InProcess):
         if running is None:
             return f"<Peer of run {self.run_id!r}, not running>"
         doing = (
-            "averaging" if running.service.round else "looking for a group" if self._one_average.in_progress else "idle"
+            "averaging" if running.service.round else "looking for a group" if running.rounds.in_progress else "idle"
         )
         return f"<Peer {running.endpoint} of run {self.run_id!r}, {doing}>"
 
@@ -224,8 +120,8 @@ class Peer(InProcess):
         self._running = await self._lifecycle.start(
             lambda: self.catching_up if self._running else "it is joining its run, or leaving it"
         )
-        self._running.service.training = self._training
-        self._running.service.read_by = [each for each in self._services if isinstance(each, ReadByService)]
+        self._running.service.training = self._context.training
+        self._running.service.read_by = [each for each in self._lifecycle.services if isinstance(each, ReadByService)]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -236,7 +132,7 @@ class Peer(InProcess):
         running, self._running = self._running, None
         if running is not None:
             try:
-                await self._one_average.close()
+                await running.rounds.close()
             finally:
                 await running.stack.aclose()
 
@@ -249,12 +145,12 @@ class Peer(InProcess):
         if not isinstance(self._transport, GrpcTransport):
             raise ConfigError("services are served over gRPC; give the peer no transport")
         self._transport.add_services([service])
-        self._services.append(service)
+        self._lifecycle.services.append(service)
 
     @property
     def leaves(self) -> bool:
         """Whether its owner has asked it to leave; the average in progress is the last one."""
-        return self._control.departure.asked.is_set()
+        return self._lifecycle.control.departure.asked.is_set()
 
     @property
     def run_id(self) -> str:
@@ -279,7 +175,7 @@ class Peer(InProcess):
     @property
     def seeds(self) -> Collection[str]:
         """The addresses of other peers that the user has named in `join`, also through its sources."""
-        return self._seeds.named
+        return self._lifecycle.seeds.named
 
     @property
     def metrics_endpoint(self) -> str:
@@ -316,7 +212,7 @@ class Peer(InProcess):
         """The excluded peers, and until when, in seconds since the epoch."""
         now = self._entered.loop.time()
         excluded = self._entered.rounds.conduct.excluded(now)
-        return {name: self._clock() + until - now for name, until in excluded.items()}
+        return {name: self._context.clock() + until - now for name, until in excluded.items()}
 
     @property
     def progress(self) -> RunProgress:
@@ -457,8 +353,7 @@ class Peer(InProcess):
         """
         running, topic = self._entered, topic or self._own
         gathered = self._gathered(check_weight(options.get("weight", 1.0)), options.get("gather"), options.get("drift"))
-        async with self._one_average.until_closed(running.endpoint):
-            receipt = await running.rounds.average(topic, gathered, options)
+        receipt = await running.rounds.average(topic, gathered, options)
         if topic.commits and receipt.averaged:
             running.donors.declaration.changed()
         logger.info("%s", receipt)

@@ -18,7 +18,7 @@ from averaging.allreduce import AllReduce, Prepared, RoundResult
 from averaging.common import counted, is_count, is_number, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
-from averaging.errors import AveragingError, RoundError
+from averaging.errors import AveragingError, ClosedError, RoundError
 from averaging.matchmaking import Arrivals, Conduct, Matchmaking, NoGroupError, SearchConfig
 from averaging.peer.run_progress import RunProgress, find_gone, is_refused
 from averaging.peer.service import ExpectedInSearch, PeerService
@@ -127,7 +127,8 @@ class Rounds:
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # start times of searches for one phase
         self._companions: dict[str, float] = {}  # members of recent groups, and the time of the last one
         self._searching: asyncio.Timeout | None = None  # of the present search; it expires only when it is ended
-        self._idle = asyncio.Event()  # no round is in progress
+        self._current: asyncio.Timeout | None = None  # of the `average` in progress; it expires when the peer closes
+        self._idle = asyncio.Event()  # there is none
         self._idle.set()
         self._drained = False
         self.conduct = Conduct(service.deadlines)
@@ -170,18 +171,46 @@ class Rounds:
             return seconds
         return min(seconds, asyncio.get_running_loop().time() - self._phase_searches[0])
 
+    @property
+    def in_progress(self) -> bool:
+        return self._current is not None
+
+    async def close(self) -> None:
+        """Ends the `average` in progress, and waits for its end."""
+        if self._current is not None:
+            expire(self._current)
+        await self._idle.wait()
+
     async def average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
-        """Averages with a group.
+        """Averages with a group; one at a time.
 
         Returns:
             The receipt. The service's book keeps one in any case, also if this raises.
 
         Raises:
             TensorError: a tensor holds NaN or infinity, unless the peer allows these.
+            RoundError: another one is in progress.
+            ClosedError: the peer was closed meanwhile.
             Exception: raised by a function among the options.
         """
+        if self._current is not None:
+            raise RoundError("another average() of this peer is in progress; await it first")
+        self._current = current = asyncio.timeout(None)
+        try:
+            async with current:
+                return await self._average(topic, gathered, options)
+        except TimeoutError:
+            if current.expired():
+                raise ClosedError(f"{self._endpoint} was closed while it averaged") from None
+            raise
+        finally:
+            self._current = None
+            self._idle.set()
+
+    async def _average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
         if self._drained:
             await asyncio.Event().wait()  # until the peer closes
+        self._idle.clear()
         self._count += 1
         started, schema = asyncio.get_running_loop().time(), topic.at(options.get("phase", ""))
         round_ = _Round(self._count, topic, options, schema, started, self._clock())
@@ -232,7 +261,6 @@ class Rounds:
     def _booked(self, round_: _Round) -> Iterator[None]:
         """Keeps a receipt of the round, however it ends."""
         outcome, reason = Outcome.CANCELLED, "cancelled by this peer's application"
-        self._idle.clear()
         try:
             yield
             outcome, reason = Outcome.AVERAGED, ""
@@ -250,7 +278,6 @@ class Rounds:
             self._service.averaged += outcome is Outcome.AVERAGED
             round_.receipt = self._receipt(round_, outcome, reason)
             self._service.book.keep(round_.receipt)
-            self._idle.set()
 
     async def _check_finite(self, round_: _Round) -> None:
         # Infinity and NaN have no place in a table of `top_k`, and would stay in the residuals for ever.
@@ -318,7 +345,6 @@ class Rounds:
         if round_.arrivals is not None:
             round_.last_to_arrive = round_.arrivals.last(trainers, self._last_ended)
         if (drift := round_.options.get("drift")) is not None:
-            drift.counted_as = self._progress.members
             round_.drift = drift.compare(self._endpoint, self._fingerprints(group))
         try:
             allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 
-from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
+from averaging.common import CLIENT_PREFIX, Backoff, apart
 from averaging.discovery import Discovery, Entry, PublishedRecord
 from averaging.errors import AveragingError, PeerUnreachableError
 from averaging.protocol import progress_key
@@ -34,8 +34,6 @@ class RunProgress:
 
     Attributes:
         notice: this peer's own record; it is kept while the peer is entered.
-        members: what each announcer counts as, this peer included, see `member_of`. It is replaced, not changed, when
-            `announcements` is read, so any thread may read it.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class RunProgress:
         self._key, self._endpoint, self._discovery = key or progress_key(run_id), endpoint, discovery
         self._own: bytes | None = None
         self._given, self._apart = given, dict[str, str]()  # peers that this one cannot average with, and why
-        self.members: Mapping[str, str] = {endpoint: member_of(endpoint, "")}
         self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
         self.notice = PublishedRecord(
             discovery,
@@ -77,8 +74,6 @@ class RunProgress:
         """
         entries = self._discovery.get(self._key)
         self._gone = {name: entry for name, entry in self._gone.items() if entries.get(name) == entry}
-        members = {name: member_of(name, entry.holder) for name, entry in entries.items()}
-        self.members = {self._endpoint: self.members[self._endpoint]} | members
         return {
             name: entry.value
             for name, entry in entries.items()
@@ -96,7 +91,13 @@ class RunProgress:
         return bool(self._apart[name])
 
     def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
-        return is_outvoted(self._endpoint, differing, alike, self.members, self._given)
+        """Whether this peer, and not the peers that differ from it, has options that its run does not have.
+
+        The greater number is right. Of equally many, those are among which is a peer that this one was told to join.
+        """
+        if len(differing) != 1 + len(alike):
+            return len(differing) > 1 + len(alike)
+        return not {*self._given}.isdisjoint(differing) and {*self._given}.isdisjoint(alike)
 
     @property
     def is_published(self) -> bool:
@@ -140,32 +141,6 @@ class RunProgress:
         except TimeoutError:
             pass
         return self.announcements
-
-
-def is_outvoted(
-    endpoint: str,
-    differing: Collection[str],
-    alike: Collection[str],
-    members: Mapping[str, str],
-    given: Collection[str],
-) -> bool:
-    """Whether a peer, and not the peers that differ from it, has options that its run does not have. Pure.
-
-    Members are counted, the peer itself included: whoever announces several records of one host or certificate has one
-    vote. Of equally many, those are right among which is a peer that this one was told to join; a stranger never is.
-
-    Args:
-        endpoint: the peer.
-        differing: peers with other options.
-        alike: peers with the same options.
-        members: what each peer counts as, see `member_of`; by host without an entry.
-        given: peers that this one was told to join.
-    """
-    there, here = ({members.get(name, member_of(name, "")) for name in names} - {""} for names in (differing, alike))
-    here.add(members.get(endpoint, "") or endpoint)  # a client without a certificate counts for itself
-    if len(there) != len(here):
-        return len(there) > len(here)
-    return not {*given}.isdisjoint(differing) and {*given}.isdisjoint(alike)
 
 
 # Finds expected peers whose process was killed, which leaves their records in discovery.

@@ -33,15 +33,10 @@ MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class ExpectedInSearch:
-    """The peers that a search for a group still expects.
+    """The peers that a search for a group still expects."""
 
-    Attributes:
-        began: time of the running loop.
-        missing: function that returns their endpoints.
-    """
-
-    began: float
-    missing: Callable[[], Collection[str]]
+    began: float  # time of the running loop
+    missing: Callable[[], Collection[str]]  # their endpoints
 
     def waiting_for(self, least: float) -> list[str]:
         """The missing peers, once the search has lasted this many seconds."""
@@ -53,20 +48,7 @@ class ExpectedInSearch:
 
 
 class PeerService:
-    """The serving side of one peer; implements `transport.base.AveragingService`.
-
-    Attributes:
-        matchmaking: matchmaking of the present or last round; None until the peer has joined its run.
-        discovery: discovery of the run; None until the peer has joined it.
-        round: the all-reduce in progress.
-        search: the search for a group in progress.
-        training: progress of the training that this peer is part of; None if it does not train.
-        read_by: services on this peer's port that know who gets weights from them.
-        averaged: number of rounds that averaged.
-        book: the receipts of this peer.
-        snapshots: the downloadable state.
-        deadlines: deadlines for other peers, learned from earlier rounds.
-    """
+    """The serving side of one peer; implements `transport.base.AveragingService`."""
 
     def __init__(
         self,
@@ -83,13 +65,13 @@ class PeerService:
         self._downloads = HostQuota(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._download_ended = asyncio.Condition()
         self._preparing = asyncio.Lock()
-        self.matchmaking: Matchmaking | None = None
+        self.matchmaking: Matchmaking | None = None  # of the present or last round, once the peer has joined its run
         self.discovery: Discovery | None = None
-        self.round: AllReduce | None = None
+        self.round: AllReduce | None = None  # in progress, like the next one
         self.search: ExpectedInSearch | None = None
         self.training: Callable[[], TrainingProgress] | None = None
-        self.read_by: Sequence[ReadByService] = ()
-        self.averaged = 0
+        self.read_by: Sequence[ReadByService] = ()  # services that know who gets weights from them
+        self.averaged = 0  # rounds
         self.book = book
         self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
 

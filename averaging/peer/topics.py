@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -359,24 +359,16 @@ class Topic:
         return Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
 
 
-def make_topic(
-    config: PeerConfig,
-    tensors: SharedTensors,
-    name: str = "",
-    *,
-    adopt: Adopt | str = Adopt.AVERAGE,
-    commits: bool = False,
-    compression: CompressionType | str | None = None,
-    top_k: TopK | None = None,
-    decay: float = 0.95,
-    error_feedback: bool = False,
-) -> Topic:
+def make_topic(config: PeerConfig, tensors: SharedTensors, name: str = "", **options: Unpack[TopicOptions]) -> Topic:
     """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
 
     Raises:
         ConfigError: `adopt` or `compression` is invalid.
         TensorError: a tensor cannot be averaged.
     """
+    adopt = options.get("adopt", Adopt.AVERAGE)
+    compression, top_k = options.get("compression"), options.get("top_k")
+    error_feedback = options.get("error_feedback", False)
     adopt = one_of(Adopt, adopt, "adopt")
     code = config.compression if compression is None else parse_compression(compression)
     if code is CompressionType.TOP_K:
@@ -397,7 +389,7 @@ def make_topic(
     )
     feedback: ErrorFeedback | SparseFeedback | None = None
     if code is CompressionType.TOP_K and top_k is not None:
-        feedback = SparseFeedback(schema, top_k, decay)
+        feedback = SparseFeedback(schema, top_k, options.get("decay", 0.95))
     elif (error_feedback or config.mode is Mode.AUXILIARY) and reply is ReplyForm.AVERAGE:
         # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent. An
         # auxiliary cannot know whether the others have error feedback, which needs that of its replies.
@@ -407,7 +399,7 @@ def make_topic(
                 "what a single peer still has to send; use aggregation='mean', or leave error_feedback out"
             )
         feedback = ErrorFeedback(schema)
-    return Topic(tensors, schema, adopt, commits, feedback)
+    return Topic(tensors, schema, adopt, options.get("commits", False), feedback)
 
 
 # The options of a round.

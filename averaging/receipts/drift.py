@@ -138,7 +138,7 @@ class HyperparameterLog:
 class DriftCheck:
     """Compares one member of a group with the others.
 
-    The largest class of equal members is right: that with most certificates or hosts, then that with most members, then
+    The largest class of equal members is right: that with most hosts, then that with most members, then
     that with the member that has trained longest. All members decide alike, and the others are named.
 
     Args:
@@ -146,14 +146,12 @@ class DriftCheck:
         names: the names of its tensors.
         log: its hyperparameters so far.
         tolerance: relative difference of tensors that rounding may cause.
-        counted_as: what each member counts as, see `member_of`; by host without an entry.
     """
 
     own: Fingerprint
     names: Sequence[str] = ()
     log: HyperparameterLog = field(default_factory=HyperparameterLog)
     tolerance: float = 0.0
-    counted_as: Mapping[str, str] = field(default_factory=dict)
 
     def compare(self, endpoint: str, others: Mapping[str, Fingerprint]) -> tuple[Drift, ...]:
         """The drifted members: first those with other hyperparameters, which may be the cause of other tensors.
@@ -226,8 +224,8 @@ class DriftCheck:
         ]
 
     def _weight(self, names: Sequence[str], members: Mapping[str, Fingerprint]) -> tuple[int, int, int]:
-        """How much members that are equal count: certificates or hosts, then members, then who has trained longest."""
-        distinct = {self.counted_as.get(name, member_of(name, "")) for name in names} - {""}
+        """How much members that are equal count: hosts, then members, then who has trained longest."""
+        distinct = {member_of(name, "") for name in names} - {""}
         return len(distinct), len(names), -min(members[name].since for name in names)
 
 

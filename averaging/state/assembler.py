@@ -47,17 +47,11 @@ class PartialTensor:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedState:
-    """The received part of a state, kept so that it need not be downloaded again.
+    """The received part of a state, kept so that it need not be downloaded again."""
 
-    Attributes:
-        announced: all tensors of that state.
-        tensors: the tensors that were received completely and verified.
-        partial: the tensor in which the download was interrupted.
-    """
-
-    announced: tuple[StateTensor, ...] = ()
-    tensors: Mapping[StateTensor, torch.Tensor] = field(default_factory=dict)
-    partial: PartialTensor | None = None
+    announced: tuple[StateTensor, ...] = ()  # all of that state
+    tensors: Mapping[StateTensor, torch.Tensor] = field(default_factory=dict)  # received completely and verified
+    partial: PartialTensor | None = None  # in which the download was interrupted
 
     @property
     def nbytes(self) -> int:
@@ -104,15 +98,6 @@ class StateAssembler:
         earlier: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
         min_version: a state with a lower version is refused.
 
-    Attributes:
-        started: whether the metadata was received.
-        version: announced version of the state.
-        nbytes: announced bytes of all tensors; 0 before the first message.
-        received: bytes of tensors so far, including those that the donor skipped.
-        mixed_sources: whether a tensor did not match its digest whose first bytes came from an earlier download. The
-            present donor may be correct then.
-        outdated: whether the announced version is below `min_version`.
-
     Raises:
         StateError: from every method, if the state is inconsistent or not acceptable.
     """
@@ -128,11 +113,12 @@ class StateAssembler:
         self._schema, self._check, self._finite = schema, limits.check, limits.finite
         self._before, self._min_version = earlier or ReceivedState(), min_version
         self._max_bytes = largest_state(schema) if limits.max_bytes is None else limits.max_bytes
-        self.version = 0
-        self.nbytes = 0  # computed once, because progress displays read it after every message
-        self.received = 0
+        self.version = 0  # as announced
+        self.nbytes = 0  # of all tensors; computed once, because progress displays read it after every message
+        self.received = 0  # bytes of tensors, including those that the donor skipped
+        # A tensor did not match its digest whose first bytes came from an earlier download: this donor may be right.
         self.mixed_sources = False
-        self.outdated = False
+        self.outdated = False  # the version is below `min_version`
         self._user: Mapping[str, Any] = {}
         self._announced: tuple[StateTensor, ...] = ()
         self._done: list[torch.Tensor] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,13 +11,9 @@ from typing import Any
 import torch
 from msgspec import msgpack
 
-from averaging.errors import StateError
-from averaging.protocol import DownloadData
-from averaging.state.assembler import StateAssembler
-from averaging.state.manifest import Manifest, Snapshot, State, announced, check_state, seal
+from averaging.state.manifest import Snapshot, State, check_state, seal
 from averaging.tensors import (
     HostCopies,
-    Schema,
     SharedTensors,
     copy_to_cpu,
     finish,
@@ -26,47 +21,6 @@ from averaging.tensors import (
     in_thread,
     is_on_device,
 )
-
-# Checks at the donor whether newcomers would accept its state. Otherwise only their logs would show a refusal.
-
-
-logger = logging.getLogger("averaging.state")
-
-
-class SelfCheck:
-    """Checks the manifests of one peer's states as a newcomer would.
-
-    Args:
-        schema: schema of the averaged tensors.
-    """
-
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._accepted = 0  # bytes of the largest metadata that newcomers would accept
-        self._refused = False
-
-    @property
-    def tried(self) -> bool:
-        return self._refused or self._accepted > 0
-
-    def check(self, manifest: Manifest) -> None:
-        """Logs one warning if every newcomer would refuse the state. Later states are checked only if they grow."""
-        metadata = manifest.pack()
-        if self._refused or len(metadata) <= self._accepted:
-            return
-        try:
-            StateAssembler(self._schema).feed(DownloadData(metadata))
-        except StateError as error:
-            self._refused = True
-            logger.warning(
-                "newcomers will refuse this peer's state: %s; change what the application adds to the state", error
-            )
-        else:
-            self._accepted = len(metadata)
-
-
-NO_DIGEST = bytes(32)
-"""Placeholder for a digest that was not computed yet."""
 
 INLINE_BYTES = 1 << 20
 """Digests of a state up to this size are computed on the event loop, those of a larger state in a thread."""
@@ -126,13 +80,10 @@ class Snapshots:
     Args:
         tensors: the averaged tensors.
         extras: callback under the tensors' lock; returns the application's additions to the state.
-        schema: schema of the tensors.
         shared: whether other peers may download the state. If not, nothing is ever copied.
     """
 
-    def __init__(
-        self, tensors: SharedTensors, extras: Callable[[], ExtraState] | None, schema: Schema, *, shared: bool
-    ) -> None:
+    def __init__(self, tensors: SharedTensors, extras: Callable[[], ExtraState] | None, *, shared: bool) -> None:
         self._tensors = tensors
         self._extras = extras or (lambda: NO_EXTRA_STATE)
         self.shared = shared
@@ -142,7 +93,6 @@ class Snapshots:
         self._copies = _Copies()
         self._copy: _Copied | None = None
         self._sealed: Snapshot | None = None  # possibly of an earlier copy
-        self._self_check = SelfCheck(schema)
         if shared:
             tensors.before_application_writes = self._copy_once
 
@@ -158,9 +108,6 @@ class Snapshots:
             extras = self._extras()
             self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
-            if not self._self_check.tried:  # later states are checked when they are downloaded
-                tensors = tuple(announced(name, tensor, NO_DIGEST) for name, tensor in self._named().items())
-                self._self_check.check(Manifest(version, tensors, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)
 
@@ -200,7 +147,6 @@ class Snapshots:
         if copy.arriving is not None:
             copy.arriving.wait()
         sealed = seal(state)
-        self._self_check.check(Manifest(state.version, sealed.tensors, state.user))
         if self._copy is copy:  # else another state was committed meanwhile; this snapshot is still valid
             self._sealed = sealed
         return sealed

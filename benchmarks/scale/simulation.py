@@ -24,6 +24,7 @@ from averaging import Peer, Receipt
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.discovery.gossip.record import GossipSettings
+from averaging.peer import PeerContext
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
@@ -78,10 +79,12 @@ async def simulate(peers: int, group_size: int, rounds: int, one_key: bool) -> d
         Peer(
             [torch.full((16,), float(number))],
             run_id=RUN,
-            transport=network.transport(f"peer-{number}.example.net:4222"),
-            discovery=discovery,
-            clock=virtual_time.clock,
-            rng=random.Random(rng.getrandbits(64)),
+            context=PeerContext(
+                transport=network.transport(f"peer-{number}.example.net:4222"),
+                discovery=discovery,
+                clock=virtual_time.clock,
+                rng=random.Random(rng.getrandbits(64)),
+            ),
             group_size=group_size,
             group_bits="" if one_key else first_bits(number, peers, group_size),
             group_wait=30.0,

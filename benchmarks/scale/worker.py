@@ -19,6 +19,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.peer import PeerContext
 from averaging.protocol.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
 from averaging.transport.grpc import GrpcTransport
 from benchmarks.workers import serve
@@ -126,13 +127,12 @@ async def playing(options: argparse.Namespace) -> AsyncIterator[tuple[Role, dict
             peer = Peer(
                 [torch.zeros(16)],
                 run_id=RUN,
-                transport=transport,
+                context=PeerContext(transport=transport, rng=random.Random(f"{options.first + number}")),
                 join=[options.join] if options.join else [peer.endpoint for peer in peers[:1]],
                 join_timeout=LIMIT,
                 group_size=options.group_size,
                 group_wait=5.0,
                 round_timeout=LIMIT,
-                rng=random.Random(f"{options.first + number}"),
             )
             peers.append(await stack.enter_async_context(peer))
         yield Role(peers, transports, before), {"endpoint": peers[0].endpoint}

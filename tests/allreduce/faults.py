@@ -16,6 +16,7 @@ from averaging import Peer, Receipt
 from averaging.discovery.base import Entry
 from averaging.errors import DiscoveryError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
+from averaging.peer import PeerContext
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.testing import virtual_time
@@ -198,10 +199,14 @@ class World:
             self.peers[name] = Peer(
                 [self.tensors[name]],
                 run_id="run",
-                transport=self.transport if number == 0 else self.network.transport(name),
-                discovery=(lambda *_: self.discovery) if number == 0 else (lambda *_: MemoryDiscovery(self.registry)),
-                clock=self._clock if number == 0 else virtual_time.clock,
-                rng=random.Random(self.rng.getrandbits(64)),
+                context=PeerContext(
+                    transport=self.transport if number == 0 else self.network.transport(name),
+                    discovery=(lambda *_: self.discovery)
+                    if number == 0
+                    else (lambda *_: MemoryDiscovery(self.registry)),
+                    clock=self._clock if number == 0 else virtual_time.clock,
+                    rng=random.Random(self.rng.getrandbits(64)),
+                ),
                 **options,
             )
 

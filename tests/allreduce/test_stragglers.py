@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from averaging.allreduce.round_tally import (
     Lag,
     RoundResult,
     RoundTally,
-    ShardDigest,
     code_of,
-    digest_of,
     find_straggler,
 )
 from averaging.allreduce.stream_limits import send_limits
@@ -174,39 +171,6 @@ def test_a_share_is_a_fraction_of_all_elements_and_0_without_elements() -> None:
         return RoundTally(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
 
     assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
-
-
-def shard(*parts: bytes | memoryview) -> str:
-    digest = ShardDigest()
-    for part in parts:
-        digest.add(part)
-    assert digest.parts == len(parts)
-    return str(digest)
-
-
-@pytest.mark.parametrize("length", [1, 7, 8191, 8192, 8193, 16384, 100_003])
-def test_every_byte_counts(length: int) -> None:
-    rng = random.Random(length)
-    part = rng.randbytes(length)
-    digest = shard(b"first", part)
-    assert shard(b"first", memoryview(part)) == digest
-    assert shard(part, b"first") != digest
-    assert shard(b"first", part + b"\x00") != digest
-    for place in {0, length - 1, rng.randrange(length)}:
-        other = bytearray(part)
-        other[place] ^= 1 << rng.randrange(8)
-        assert shard(b"first", bytes(other)) != digest
-    if length > 16:
-        assert shard(b"first", part[8:16] + part[:8] + part[16:]) != digest  # two 8-byte words swapped
-
-
-def test_it_is_xxh3_of_all_bytes_in_order() -> None:
-    assert shard(b"a", b"bc") == shard(b"abc") == "78af5f94892f3950"  # the output of xxhsum -H3
-
-
-def test_one_digest_of_all_shards() -> None:
-    assert len(digest_of(["1" * 16, "2" * 16])) == 16
-    assert digest_of(["1" * 16, "2" * 16]) != digest_of(["2" * 16, "1" * 16])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from averaging import Peer
 from averaging.errors import StateError
+from averaging.peer import PeerContext
 from averaging.protocol.messages import DownloadData, Resume
 from averaging.state import manifest as state
 from averaging.state.downloads import download
@@ -77,9 +78,11 @@ def donor(swarm: Swarm, name: str, extra: float) -> Peer:
     return Peer(
         named(1),
         run_id="run",
-        transport=swarm.network.transport(name),
-        discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
-        clock=virtual_time.clock,
+        context=PeerContext(
+            transport=swarm.network.transport(name),
+            discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
+            clock=virtual_time.clock,
+        ),
         extra_state=lambda: extras,
         stall_timeout=3.0,
     )

@@ -14,6 +14,7 @@ import torch
 from averaging import Outcome, Peer, control
 from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
 from averaging.errors import CallRefusedError, PeerUnreachableError, RefusalCause
+from averaging.peer import PeerContext
 from averaging.rpc import Credentials, RpcChannel
 from tests.support import certificates
 from tests.support.grpc_fakes import client
@@ -38,7 +39,7 @@ class Leaver:
             self._asked.set()
 
     async def _run(self, tensors: list[torch.Tensor], entered: asyncio.Future[Peer]) -> None:
-        async with Peer(tensors, on_leave=self._asked.set, **self._options) as peer:
+        async with Peer(tensors, context=PeerContext(on_leave=self._asked.set), **self._options) as peer:
             entered.set_result(peer)
             await self._asked.wait()
         self.left = True
@@ -64,7 +65,7 @@ async def reached(condition: Callable[[], bool]) -> None:
 
 
 async def until(peer: Peer, step: LeaveStep) -> None:
-    async with aclosing(peer._control.departure.steps()) as steps:
+    async with aclosing(peer._lifecycle.control.departure.steps()) as steps:
         async for now in steps:
             if now >= step:
                 return

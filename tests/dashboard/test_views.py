@@ -17,6 +17,7 @@ import torch
 from averaging import Peer
 from averaging.dashboard import RECEIPTS, RunHistory, views_of
 from averaging.monitor import Collector, PeerView, RunSnapshot, snapshot_json
+from averaging.peer import PeerContext
 from averaging.receipts import Account, TrainingProgress, WeightReader
 from tests.dashboard.dashboards import ENDPOINTS, NOW, receipt
 from tests.support.grpc_fakes import STATUS
@@ -94,7 +95,7 @@ async def test_real_peers_are_shown_with_their_rounds() -> None:
     options: dict[str, Any] = {"run_id": "run", "group_size": 2}
     async with (
         asyncio.timeout(DEADLINE),
-        Peer([torch.ones(5)], training=lambda: progress, **options) as first,
+        Peer([torch.ones(5)], context=PeerContext(training=lambda: progress), **options) as first,
         Peer([torch.zeros(5)], join=[first.endpoint], **options) as second,
     ):
         await asyncio.gather(first.average(), second.average())

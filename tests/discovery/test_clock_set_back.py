@@ -13,6 +13,7 @@ import torch
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.matchmaking import Matchmaking, NoGroupError, SearchConfig
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
+from averaging.peer import PeerContext
 from averaging.protocol.group import group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.tensors.schema import Schema, TensorSpec
@@ -42,10 +43,12 @@ def search_alone(mode: Mode, behind: float) -> Receipt:
     peer = Peer(
         [torch.ones(2)],
         run_id="run",
-        transport=MemoryNetwork(rng).transport(None if mode is Mode.CLIENT else ME),
-        discovery=lambda *_: MemoryDiscovery(registry),
-        clock=clock,
-        rng=rng,
+        context=PeerContext(
+            transport=MemoryNetwork(rng).transport(None if mode is Mode.CLIENT else ME),
+            discovery=lambda *_: MemoryDiscovery(registry),
+            clock=clock,
+            rng=rng,
+        ),
         mode=mode,
         group_wait=3.0,
         round_timeout=TIMEOUT,
@@ -78,10 +81,12 @@ def test_a_clock_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None
         return Peer(
             [torch.ones(2)],
             run_id="run",
-            transport=network.transport(endpoint),
-            discovery=lambda *_: MemoryDiscovery(registry),
-            clock=clock,
-            rng=rng,
+            context=PeerContext(
+                transport=network.transport(endpoint),
+                discovery=lambda *_: MemoryDiscovery(registry),
+                clock=clock,
+                rng=rng,
+            ),
             group_size=2,
             group_wait=3.0,
             round_timeout=TIMEOUT,

@@ -20,6 +20,7 @@ from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.errors import JoinError
+from averaging.peer import PeerContext
 from averaging.protocol import progress_key
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
@@ -303,10 +304,9 @@ def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
                 Peer(
                     {"w": torch.full((1,), float(number))},
                     run_id="run",
-                    transport=network.transport(f"p{number}:1"),
-                    discovery=discovery,
-                    clock=virtual_time.clock,
-                    rng=random.Random(number),
+                    context=PeerContext(
+                        network.transport(f"p{number}:1"), discovery, virtual_time.clock, random.Random(number)
+                    ),
                     group_size=4,
                     group_bits=f"{number // 4:02b}" if bits else "",
                 )

@@ -20,6 +20,7 @@ import torch
 from averaging import Peer, PeerConfig
 from averaging.doctor import Severity, connections, other_peer
 from averaging.errors import PeerUnreachableError
+from averaging.peer import PeerContext
 from averaging.probe import ECHO, SOFTWARE, greeting_of
 from averaging.receipts import TrainingProgress
 from averaging.rpc import RpcChannel, RpcMethod
@@ -100,7 +101,7 @@ async def test_an_expired_certificate_of_either_side(tmp_path: Path) -> None:
         name: stored(tmp_path / name, old, issue(old, "peer", ("127.0.0.1",), start, 5)) for name, start in ages.items()
     }
     expired = ages["old"].timestamp() + 86400
-    async with Peer(MODEL, run_id="run", clock=lambda: expired, **files["old"]) as peer:
+    async with Peer(MODEL, run_id="run", context=PeerContext(clock=lambda: expired), **files["old"]) as peer:
         found = await examined(peer.endpoint, **files["new"])
     assert "refused here: certificate has expired → there, issue another" in wrong(found)["tls"]
     async with Peer(MODEL, run_id="run", **files["new"]) as peer:
@@ -212,7 +213,7 @@ async def test_something_else_than_a_peer_listens() -> None:
 
 @pytest.mark.asyncio
 async def test_the_clock_of_the_peer_is_compared() -> None:
-    async with Peer(MODEL, run_id="run", clock=lambda: time.time() + 40) as peer:
+    async with Peer(MODEL, run_id="run", context=PeerContext(clock=lambda: time.time() + 40)) as peer:
         told = wrong(await examined(peer.endpoint))["clock-difference"]
     measured = re.search(r"is (\d+) ms ahead of this one \(± ([\d.]+) ms\)", told)
     assert measured, told
@@ -398,9 +399,15 @@ async def test_the_strategies_are_compared() -> None:
         return lambda: TrainingProgress(strategy, "training", 3, None)
 
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("DiLoCo")))
-        second = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("LocalSGD")))
-        third = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("Mine")))
+        first = await stack.enter_async_context(
+            Peer(MODEL, run_id="run", context=PeerContext(training=training("DiLoCo")))
+        )
+        second = await stack.enter_async_context(
+            Peer(MODEL, run_id="run", context=PeerContext(training=training("LocalSGD")))
+        )
+        third = await stack.enter_async_context(
+            Peer(MODEL, run_id="run", context=PeerContext(training=training("Mine")))
+        )
         found = await examined(first.endpoint, strategy="diloco")
         differs = await examined(second.endpoint, strategy="diloco")
         between = await examined(first.endpoint, second.endpoint)

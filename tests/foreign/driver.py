@@ -25,6 +25,7 @@ from grpc_tools import protoc
 from averaging import Peer, Receipt
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
+from averaging.peer import PeerContext
 from averaging.state.snapshots import ExtraState
 from averaging.timing import learned_deadlines
 from averaging.transport.base import Transport
@@ -255,7 +256,9 @@ async def our_peer(
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_deadlines, "VERDICT_SECONDS", DEADLINE)
-        async with Peer(tensors, run_id=RUN, extra_state=extra_state, discovery=discovery, **chosen) as peer:
+        async with Peer(
+            tensors, run_id=RUN, extra_state=extra_state, context=PeerContext(discovery=discovery), **chosen
+        ) as peer:
             yield Ours(peer, made[0], peer.endpoint)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from averaging.protocol import CompressionType
 from averaging.state.snapshots import ExtraState, Snapshots
-from averaging.tensors import SharedTensors, describe
+from averaging.tensors import SharedTensors
 
 
 async def check_committed_states(put_on: torch.device, count: int) -> None:
     """Commits, and writes right after; then again while a reader holds the state before, and while nobody does."""
     weight, moment = (torch.zeros(count).to(put_on) for _ in range(2))
     shared = SharedTensors({"w": weight})
-    schema = describe(["w"], [weight], compression=CompressionType.NONE, part_size_bytes=1 << 19)
-    snapshots = Snapshots(shared, lambda: ExtraState({"moment": moment}, {}), schema, shared=True)
+    snapshots = Snapshots(shared, lambda: ExtraState({"moment": moment}, {}), shared=True)
 
     def write(value: float) -> None:
         with shared.locked():

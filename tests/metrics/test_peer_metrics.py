@@ -17,6 +17,7 @@ import torch
 from averaging import BlockingPeer, DecentralizedAverager, DiLoCo, PeerConfig, averager
 from averaging.errors import ListenError
 from averaging.metrics import watchdog
+from averaging.security import read_credentials
 from averaging.strategies import RunStart
 from averaging.training import of_rank
 from tests.metrics.scraping import http_get, scrape
@@ -105,8 +106,9 @@ async def test_the_expiry_of_the_certificate(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, ones(), **files, metrics_listen=ANY_PORT)
         page = await asyncio.to_thread(scrape, peer.metrics_endpoint)
-        assert peer._credentials.tls is not None
-        assert page["averaging_certificate_expiry_timestamp_seconds"][()] == peer._credentials.tls.expires
+        tls = read_credentials(peer.config, time.time).tls
+        assert tls is not None
+        assert page["averaging_certificate_expiry_timestamp_seconds"][()] == tls.expires
 
 
 def test_a_peer_names_the_gil_that_is_held_in_its_log_and_metrics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -59,7 +60,7 @@ async def test_the_names_and_ids_of_a_caller(caplog: pytest.LogCaptureFixture) -
     await transport.bind()
     async with Peer([torch.ones(1)], run_id="run") as peer:
         name = EVIL[:200]
-        record = Record(name, name, b"", 5, peer._clock() + 60, owner=b"x" * 32, signature=b"y" * 64, claimed=5)
+        record = Record(name, name, b"", 5, time.time() + 60, owner=b"x" * 32, signature=b"y" * 64, claimed=5)
         endpoint = peer.endpoint
 
         async def parts() -> AsyncGenerator[AveragingData, None]:

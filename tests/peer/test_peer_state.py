@@ -108,27 +108,6 @@ async def test_a_dict_that_newcomers_could_not_read_is_refused_before_anybody_as
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("extras", "reason"),
-    [
-        (ExtraState({}, {"large": bytes(16 << 20)}), "its metadata has 16"),
-        (ExtraState({"much": torch.zeros(65 << 20, dtype=torch.uint8)}, {}), "more than the 67109056 of max_bytes"),
-        (ExtraState({5: torch.zeros(1)}, {}), "a name is int"),  # type: ignore[dict-item]
-    ],
-    ids=lambda value: None if isinstance(value, str) else next(iter((*value.user, *value.tensors))),
-)
-async def test_a_peer_that_offers_what_newcomers_refuse_is_notified_at_the_start(
-    extras: ExtraState, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with AsyncExitStack() as stack:
-        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: extras)
-        await donor.commit()
-        [told] = [one.getMessage() for one in caplog.records if one.name == "averaging.state"]
-        assert told.startswith("newcomers will refuse this peer's state: ")
-        assert reason in told
-
-
-@pytest.mark.asyncio
 async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state() -> None:
     user: dict[str, Any] = {"epoch": 1, "losses": [0.5]}
     async with AsyncExitStack() as stack:
@@ -144,26 +123,6 @@ async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state
         await donor.commit()
         state = await newcomer.download_state()
         assert (state.tensors["w"].item(), state.user) == (7.0, {"epoch": 2, "losses": [0.5, 0.25]})
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_comes_to_offer_what_newcomers_refuse_is_notified_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    user: dict[str, Any] = {}
-    async with AsyncExitStack() as stack:
-        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({}, user))
-        newcomer = await enter(stack, {"w": torch.zeros(3)}, join=[donor.endpoint])
-        await told(newcomer, donors_key("run"), donor.endpoint)
-        assert (await newcomer.download_state()).user == {}
-        user["losses"] = bytes(16 << 20)
-        for _ in range(2):
-            await donor.commit()
-            with pytest.raises(StateError, match="its metadata has 16"):
-                await newcomer.download_state()
-        assert [one.levelname for one in caplog.records if "refuse this peer's state" in one.getMessage()] == [
-            "WARNING"
-        ]
 
 
 @pytest.mark.asyncio

@@ -24,6 +24,7 @@ from averaging.errors import (
     TensorError,
     ViolationKind,
 )
+from averaging.peer import PeerContext
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.protocol.group import Member, Mode, ReplyForm
@@ -301,9 +302,11 @@ def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of
             [tensors[n]],
             run_id="run",
             extra_state=extra if n == 0 else None,
-            transport=swarm.network.transport(f"peer:{n + 1}"),
-            discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
-            clock=virtual_time.clock,
+            context=PeerContext(
+                transport=swarm.network.transport(f"peer:{n + 1}"),
+                discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
+                clock=virtual_time.clock,
+            ),
             group_size=2,
         )
         for n in range(2)

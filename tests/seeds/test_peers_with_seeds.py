@@ -14,7 +14,7 @@ from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import JoinError
-from averaging.peer import lifecycle
+from averaging.peer import PeerContext, lifecycle
 from averaging.seeds import FoundSeeds
 from tests.support.certificates import write
 from tests.support.peers import average, enter
@@ -50,7 +50,15 @@ async def test_the_first_peer_of_a_name_starts_the_run_and_the_second_joins_it(t
     told: list[FoundSeeds] = []
     join, listen = [f"dns:localhost:{port}"], f"localhost:{port}"
     async with AsyncExitStack() as stack:
-        first = await enter(stack, tensors(1.0), join=join, listen=listen, on_found=told.append, group_size=2, **files)
+        first = await enter(
+            stack,
+            tensors(1.0),
+            join=join,
+            listen=listen,
+            context=PeerContext(on_found=told.append),
+            group_size=2,
+            **files,
+        )
         second = await enter(stack, tensors(3.0), join=join, listen="localhost:0", group_size=2, **files)
         receipts = await average(first, second)
         assert all(receipt.averaged for receipt in receipts)
@@ -86,7 +94,7 @@ async def test_a_file_that_is_written_while_a_peer_joins_is_read(tmp_path: Path)
                 path.write_text(founder.endpoint)
             told.set()
 
-        peer = await enter(stack, tensors(), join=[f"file:{path}"], on_found=write_it)
+        peer = await enter(stack, tensors(), join=[f"file:{path}"], context=PeerContext(on_found=write_it))
         assert told.is_set()
         assert founder.endpoint in peer.peers
 
@@ -111,7 +119,12 @@ async def test_an_address_that_a_file_names_no_longer_is_not_waited_for(tmp_path
         path.write_text(own)
 
     async with Peer(
-        tensors(), run_id="run", join=[f"file:{path}"], listen=own, join_timeout=20.0, on_joining=remove_it
+        tensors(),
+        run_id="run",
+        join=[f"file:{path}"],
+        listen=own,
+        join_timeout=20.0,
+        context=PeerContext(on_joining=remove_it),
     ) as peer:
         assert list(peer.seeds) == []
         assert f"file:{path} has no other peer" in peer.discovery.diagnose().isolation

@@ -11,7 +11,6 @@ import torch
 from averaging.state import snapshots
 from averaging.state.manifest import Snapshot, State, seal
 from averaging.state.snapshots import Snapshots
-from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors
 
 
@@ -24,8 +23,7 @@ class Slow:
         monkeypatch.setattr(snapshots, "INLINE_BYTES", 0)
         monkeypatch.setattr(snapshots, "seal", self._seal)
         tensors = SharedTensors([torch.arange(5.0)])
-        schema = describe(tensors.names, tensors.tensors, part_size_bytes=1024)
-        self.state = Snapshots(tensors, None, schema, shared=True)
+        self.state = Snapshots(tensors, None, shared=True)
         self.state.commit(1)
 
     def _seal(self, state: State) -> Snapshot:

@@ -21,6 +21,7 @@ import pytest
 from averaging import Peer
 from averaging.common.event_loop_thread import SignalSafeFuture
 from averaging.errors import ClosedError
+from averaging.peer import PeerContext
 from averaging.testing import virtual_time
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ def scripted(seed: int, clock: Callable[[], float] = virtual_time.clock) -> Iter
     clocks = SimpleNamespace(time=clock, monotonic=lambda: asyncio.get_running_loop().time())
 
     def make_peer(*args: Any, **options: Any) -> Peer:
-        return Peer(*args, clock=clock, rng=random.Random(rng.getrandbits(64)), **options)
+        return Peer(*args, context=PeerContext(clock=clock, rng=random.Random(rng.getrandbits(64))), **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.averager.EventLoopThread", ScriptThread)

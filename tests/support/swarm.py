@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from averaging import Peer, Receipt
+from averaging.peer import PeerContext
 from averaging.protocol.group import Mode
 from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
@@ -39,10 +40,12 @@ class Swarm:
         return Peer(
             tensors,
             run_id="run",
-            transport=self.network.transport(None if client else name),
-            discovery=lambda endpoint, transport: MemoryDiscovery(self.registry),
-            clock=virtual_time.clock,
-            rng=random.Random(self.rng.getrandbits(64)),
+            context=PeerContext(
+                transport=self.network.transport(None if client else name),
+                discovery=lambda endpoint, transport: MemoryDiscovery(self.registry),
+                clock=virtual_time.clock,
+                rng=random.Random(self.rng.getrandbits(64)),
+            ),
             **options,
         )
 

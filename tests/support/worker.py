@@ -21,6 +21,7 @@ import torch
 from averaging import AveragingError, CompressionType, Mode, Peer
 from averaging.config import AUTO
 from averaging.discovery.gossip.gossip_discovery import peers_key
+from averaging.peer import PeerContext
 from averaging.protocol.group import ReplyForm, donors_key
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
 from averaging.transport.base import AveragingService, GossipService
@@ -149,7 +150,9 @@ async def main(options: dict[str, Any]) -> None:
     commands: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, lambda: commands.put_nowait(sys.stdin.readline().strip()))
-    async with Peer({"w": tensor}, transport=transport, part_size_bytes=1 << 16, **options) as peer:
+    async with Peer(
+        {"w": tensor}, context=PeerContext(transport=transport), part_size_bytes=1 << 16, **options
+    ) as peer:
         if version is not None:
             await peer.commit(version)
         await enough_peers(peer, known)

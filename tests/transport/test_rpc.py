@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer, TLSFiles
 from averaging.errors import BusyError, CallRefusedError, ListenError, PeerUnreachableError
+from averaging.peer import PeerContext
 from averaging.rpc import EventLoopThread, RpcChannel, RpcHandler, RpcMethod, RpcServer, read_credentials
 from averaging.testing.transport import MemoryNetwork
 from tests.support.certificates import TOKEN, write
@@ -239,7 +240,7 @@ async def test_what_cannot_work_is_refused_at_once() -> None:
         Peer([torch.zeros(1)], run_id="demo", mode="client", services=[Echo()])
     transport = MemoryNetwork(random.Random(0)).transport("a:1")
     with pytest.raises(ConfigError, match="give no transport"):
-        Peer([torch.zeros(1)], run_id="demo", transport=transport, services=[Echo()])
+        Peer([torch.zeros(1)], run_id="demo", context=PeerContext(transport=transport), services=[Echo()])
     with pytest.raises(ConfigError, match="port 0"):
         RpcChannel("127.0.0.1:0")
     with pytest.raises(ConfigError, match="other machines can connect"):
