@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from enum import Enum
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,15 +31,12 @@ from averaging.protocol.messages import (
     TopK,
     WireTensor,
 )
-from averaging.receipts.drift import Drift, DriftKind
-from averaging.receipts.progress import TrainingProgress
-from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.receipts.receipt import Receipt
 from averaging.receipts.receipt_log import Watched
-from averaging.receipts.status import PeerStatus, WeightReader
-from averaging.receipts.totals import Totals
+from averaging.receipts.status import PeerStatus
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec
-from averaging.timing.learned_deadlines import Learned, Phase
+from averaging.timing.learned_deadlines import Phase
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
@@ -50,131 +50,65 @@ def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ..
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=20)
-finite = st.floats(allow_nan=False, allow_infinity=False)
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-codes = st.sampled_from(MessageCode)
-tensors = st.builds(
+LEAVES: dict[Any, st.SearchStrategy[Any]] = {
+    str: names,
+    bytes: st.binary(),
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bytes | memoryview: st.binary(),
+}
+INTEGERS = {
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_UINT32: uint32,
+}
+
+
+def values(hint: Any, field: Any) -> st.SearchStrategy[Any]:
+    """Any values of a type, as a field of a message can hold them."""
+    arguments, kind = get_args(hint), get_origin(hint) or hint
+    if hint in LEAVES:
+        return LEAVES[hint]
+    if NoneType in arguments:
+        return st.none() | values(next(each for each in arguments if each is not NoneType), field)
+    if kind is tuple and arguments[-1] is Ellipsis:
+        return several(values(arguments[0], field))
+    if kind is tuple:
+        return st.tuples(*(values(each, field) for each in arguments))
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        key, value = (values(each, field) for each in arguments)
+        return st.dictionaries(key, value, max_size=3)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return st.sampled_from(kind)
+    if hint is int:
+        return INTEGERS.get(field.type, uint64)
+    return built(hint, field.message_type)
+
+
+def built(kind: Any, wire: Any, **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any objects of a dataclass, with the fields that its message has too."""
+    hints, there = get_type_hints(kind), wire.fields_by_name
+    drawn = {name: values(hint, there[name]) for name, hint in hints.items() if name in there and name not in given}
+    return st.builds(kind, **drawn, **given)
+
+
+averaging_wire, gossip_wire, status_wire = (
+    file.DESCRIPTOR.message_types_by_name for file in (averaging_pb2, gossip_pb2, status_pb2)
+)
+tensors = built(
     WireTensor,
-    buffer=st.binary(),
-    size=several(uint32),
-    dtype=names,
-    compression=st.sampled_from(CompressionType).map(int) | st.integers(-(2**31), 2**31 - 1),
+    runtime_pb2.Tensor.DESCRIPTOR,
     chunks=st.integers(0, 2**31 - 1),
-    requires_grad=st.booleans(),
+    compression=INTEGERS[FieldDescriptor.TYPE_INT32],
 )
-averaging_data = st.builds(
-    AveragingData, codes, st.binary(), names, tensor_part=st.none() | st.just(WireTensor(compression=0)) | tensors
-)
-records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.booleans(), claimed=uint64).map(
-    lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
-)
-digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans(), st.floats())
-specs = st.builds(
-    TensorSpec, names, st.sampled_from(sorted(AVERAGED_DTYPES)), several(uint64), st.sampled_from(CompressionType)
-)
-receipts = st.builds(
-    Receipt,
-    round=uint64,
-    outcome=st.sampled_from(Outcome),
-    reason=names,
-    members=several(names),
-    dropped=several(
-        st.builds(
-            Dropped,
-            names,
-            names,
-            st.sampled_from(DropCode),
-            st.none() | st.floats(),
-            st.none() | st.floats(),
-            names,
-        )
-    ),
-    seconds=st.floats(),
-    allreduce_seconds=st.floats(),
-    bytes_sent=uint64,
-    bytes_received=uint64,
-    kept_local=uint64,
-    state_version=st.integers(-(2**63), 2**63 - 1),
-    run_id=names,
-    endpoint=names,
-    topic=names,
-    started=st.floats(),
-    group_id=st.binary(),
-    role=st.none() | st.sampled_from(Role),
-    accounts=several(
-        st.builds(
-            Account,
-            names,
-            st.sampled_from(Role),
-            names,
-            st.floats(),
-            st.floats(),
-            uint64,
-            uint64,
-            names,
-            st.none() | finite,
-            st.none() | finite,
-        )
-    ),
-    phases=st.dictionaries(names, st.floats(), max_size=3),
-    straggler=st.none() | st.builds(Straggler, names, st.floats(), names),
-    digest=names,
-    state=names,
-    last_to_arrive=st.none() | st.builds(LateArrival, names, finite),
-    drift=several(st.builds(Drift, names, st.sampled_from(DriftKind), names, names, names, st.none() | finite)),
-)
-statuses = st.builds(
-    PeerStatus,
-    endpoint=names,
-    run_id=names,
-    mode=names,
-    software=names,
-    started=st.floats(),
-    schema_hash=st.binary(),
-    group_key=names,
-    looking=st.booleans(),
-    declared_expiration=st.floats(),
-    leader=names,
-    group_id=st.binary(min_size=1),
-    members=several(names),
-    last_round=st.none() | receipts,
-    rounds=uint64,
-    state_version=st.integers(-(2**63), 2**63 - 1),
-    known_peers=uint32,
-    deadlines=several(
-        st.builds(Learned, names, st.sampled_from(Phase), uint32, uint32, st.floats(), st.floats(), names)
-    ),
-    training=st.none()
-    | st.builds(
-        TrainingProgress,
-        names,
-        names,
-        uint64,
-        st.none() | uint64,
-        finite,
-        uint32,
-        uint64,
-        finite,
-        st.none() | finite,
-        st.none() | finite,
-    ),
-    waiting_for=several(names),
-    totals=st.none()
-    | st.builds(
-        Totals,
-        st.dictionaries(st.sampled_from(Outcome), uint64),
-        finite,
-        st.dictionaries(names, finite),
-        st.dictionaries(names, uint64),
-        st.dictionaries(names, uint64),
-        finite,
-        st.dictionaries(st.sampled_from(DropCode), uint64),
-        uint64,
-    ),
-    receipts=several(receipts),
-    peers=several(names),
-    readers=several(st.builds(WeightReader, names, names, names, st.none() | uint64, st.none() | uint64)),
-)
+averaging_data = built(AveragingData, averaging_wire["AveragingData"], tensor_part=st.none() | tensors)
+records, digests = built(Record, gossip_wire["Record"]), built(Digest, gossip_wire["Digest"])
+specs = built(TensorSpec, status_wire["TensorSpec"], dtype=st.sampled_from(sorted(AVERAGED_DTYPES)))
+receipts = built(Receipt, status_wire["Receipt"])
+statuses = built(
+    PeerStatus, status_wire["PeerStatus"], group_id=st.binary(min_size=1), members=several(names)
+)  # in a message of their own
 aggregations = (
     st.sampled_from([Aggregation(), Aggregation(AggregationKind.MEDIAN)])
     | st.integers(1, MAX_TRIM).map(lambda count: Aggregation(AggregationKind.TRIMMED, float(count)))
@@ -184,20 +118,23 @@ aggregations = (
 )
 MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "rpc_join_group": (
-        st.builds(JoinRequest, names, st.binary(), st.floats(), st.binary(), st.booleans()),
-        st.builds(MessageFromLeader, codes, st.binary(), names, several(names), several(st.binary())),
+        built(JoinRequest, averaging_wire["JoinRequest"]),
+        built(MessageFromLeader, averaging_wire["MessageFromLeader"]),
     ),
     "rpc_aggregate_part": (averaging_data, averaging_data),
-    "rpc_download_state": (st.none(), st.builds(DownloadData, st.binary(), st.none() | tensors)),
-    "Exchange": (digests, st.builds(ExchangeReply, several(records), several(uint64), st.booleans())),
+    "rpc_download_state": (
+        st.none(),
+        built(DownloadData, averaging_wire["DownloadData"], tensor_part=st.none() | tensors),
+    ),
+    "Exchange": (digests, built(ExchangeReply, gossip_wire["ExchangeReply"])),
     "Push": (
-        st.tuples(names, several(st.builds(Rumour, records, uint64, uint64))),
-        several(st.builds(Refusal, names, names, names)),
+        st.tuples(names, several(built(Rumour, gossip_wire["Rumour"]))),
+        several(built(Refusal, gossip_wire["Refusal"])),
     ),
     "Subscribe": (digests, several(records)),
     "ListRecords": (names, several(records)),
     "GetStatus": (st.tuples(uint32, uint64, st.booleans()), statuses),
-    "WatchRounds": (uint32, st.builds(Watched, receipts, uint64)),
+    "WatchRounds": (uint32, built(Watched, status_wire["WatchedRound"])),
     "GetSchema": (
         st.none(),
         st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm), names, aggregations),

@@ -96,25 +96,6 @@ async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.asyncio
-async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_options, "HANDSHAKE_SECONDS", 0.5)
-    async with serving(FakePeer()) as (_, endpoint):
-        host, _, port = endpoint.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            assert await asyncio.wait_for(_read_to_the_end(reader), PATIENCE)
-        finally:
-            writer.close()
-            await writer.wait_closed()
-
-
-async def _read_to_the_end(reader: asyncio.StreamReader) -> bool:
-    while await reader.read(1024):
-        pass
-    return True
-
-
-@pytest.mark.asyncio
 async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_options, "IDLE_SECONDS", 0.3)
     async with serving(FakePeer()) as (_, endpoint), client() as caller, grpc.aio.insecure_channel(endpoint) as channel:
