@@ -415,11 +415,7 @@ class Strategy(ABC):
             start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
             wait: whether to wait for the download; if not, training goes on, and a later call takes the state over.
         """
-        return self._follow(training, self.announced_history(training), others, start_timeout, wait=wait)
-
-    def _follow(
-        self, training: StrategyContext, own: History, others: Others, start_timeout: float, *, wait: bool = True
-    ) -> bool:
+        own = self.announced_history(training)
         fetch = training.states.of_all_ranks(
             lambda: self._downloads.follow(training, own, others, self._partners, start_timeout, wait=wait)
         )

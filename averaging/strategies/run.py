@@ -21,7 +21,6 @@ from averaging.strategies.base import Strategy
 from averaging.training import (
     History,
     Origin,
-    Others,
     Rank,
     Stage,
     StrategyContext,
@@ -163,20 +162,15 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
     def are_there(announcements: Mapping[str, bytes]) -> bool:
         return 1 + len(same_origin(strategy.announced_history(training), announcements)) >= count
 
-    def look(announcements: Mapping[str, bytes]) -> Callable[[], tuple[Others, float]]:
-        return lambda: (strategy.others(training, announcements), end - training.monotonic())
-
-    def check(announcements: Mapping[str, bytes]) -> Callable[[], None]:
-        return lambda: strategy.check_terms(training, announcements)
-
     while True:
         announcements = training.announcements.wait_for(
             lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
             max(0.0, end - training.monotonic()),
         )
-        others, left = training.site.broadcast_from_leader(look(announcements))
+        others = training.site.broadcast_from_leader(partial(strategy.others, training, announcements))
+        left = training.site.broadcast_from_leader(lambda: end - training.monotonic())
         if not others.ahead or left <= 0:
-            training.site.broadcast_from_leader(check(announcements))
+            training.site.broadcast_from_leader(partial(strategy.check_terms, training, announcements))
             return are_there(announcements)
         strategy.catch_up(training, others, left)
 

@@ -27,21 +27,13 @@ class OpenAverager(Protocol):
     """What this process asks of its averagers."""
 
     @property
-    def run_id(self) -> str:
-        """The id of its run."""
-
+    def run_id(self) -> str: ...
     @property
-    def endpoint(self) -> str:
-        """The address at which other peers join it."""
+    def endpoint(self) -> str: ...
 
-    def close(self) -> None:
-        """Leaves its run and ends its thread."""
-
-    def begin_to_leave(self) -> None:
-        """Starts to leave its run on a signal, without waiting."""
-
-    def leave(self) -> None:
-        """Leaves its run and waits until that is done."""
+    def close(self) -> None: ...
+    def begin_to_leave(self) -> None: ...  # on a signal, without waiting
+    def leave(self) -> None: ...  # waits until it has left
 
 
 _open: WeakSet[OpenAverager] = WeakSet()
@@ -163,11 +155,9 @@ class AskedToLeave(Protocol):
     """What `ending_process` asks of a peer."""
 
     @property
-    def leaves(self) -> bool:
-        """Whether its owner has asked it to leave."""
+    def leaves(self) -> bool: ...  # whether its owner has asked for it
 
     async def __aenter__(self) -> object: ...
-
     async def __aexit__(self, *error: object) -> None: ...
 
 

@@ -256,14 +256,9 @@ class BackgroundDownload:
 class SharedState(Protocol):
     """The state of a training besides the averaged tensors, see `TrainingState`."""
 
-    def shared(self) -> ExtraState:
-        """The state for newcomers."""
-
-    def check(self, user: Mapping[str, Any]) -> None:
-        """Checks what a state holds besides its tensors; raises StateError if it cannot be taken over."""
-
-    def take_over(self, state: State) -> None:
-        """Loads a downloaded state. The caller holds the tensors' lock, and overwrites them afterwards."""
+    def shared(self) -> ExtraState: ...
+    def check(self, user: Mapping[str, Any]) -> None: ...
+    def take_over(self, state: State) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
