@@ -5,7 +5,6 @@ Run as `python -m tests.averager.worker WAY`.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -16,10 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
-
-
-def report(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
+from tests.support.worker import tell
 
 
 def averager(sync_every: int, **options: Any) -> DecentralizedAverager:
@@ -42,7 +38,7 @@ def interrupted() -> None:
         average = opt._peer.average
 
         async def average_for_long(*topic: Any, **arguments: Any) -> Receipt:
-            report("averaging")
+            tell("averaging")
             return await average(*topic, **(arguments | {"search_timeout": 1000.0}))
 
         opt._peer.average = average_for_long  # type: ignore[method-assign]
@@ -50,8 +46,8 @@ def interrupted() -> None:
             for _ in range(2):
                 step(opt, torch.ones(1))
         except KeyboardInterrupt:
-            report("interrupted", local_step=opt.local_step, looking=opt.status.peer.looking, endpoint=opt.endpoint)
-    report("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
+            tell("interrupted", local_step=opt.local_step, looking=opt.status.peer.looking, endpoint=opt.endpoint)
+    tell("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
 
 
 def not_closed() -> None:
@@ -60,7 +56,7 @@ def not_closed() -> None:
     second = averager(1000, join=[first.endpoint])
     for opt in (first, second):
         step(opt, torch.ones(1))
-    report("trained")
+    tell("trained")
 
 
 def loaders() -> None:
@@ -80,7 +76,7 @@ def loaders() -> None:
         train(first)
         other.join()
         equal = torch.equal(*(opt.param_groups[0]["params"][0] for opt in (first, second)))
-        report("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
+        tell("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
 
 
 def forked() -> None:
@@ -89,7 +85,7 @@ def forked() -> None:
         if child := os.fork():
             os.waitpid(child, 0)
         else:
-            report("forked", threads=psutil.Process().num_threads())
+            tell("forked", threads=psutil.Process().num_threads())
             os._exit(0)
 
 

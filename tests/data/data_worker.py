@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from averaging import DecentralizedAverager, LocalSGD
 from averaging.data import RunSampler
 from tests.support.training import backward, batch_of, model_of
+from tests.support.worker import tell
 
 
 class Numbers(Dataset[int]):
@@ -36,13 +37,9 @@ class Numbers(Dataset[int]):
         return index
 
 
-def report(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
-
-
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    report("imported")
+    tell("imported")
     sys.stdin.readline()
     model: torch.nn.Module = model_of(0)
     group: dict[str, Any] = {}
@@ -63,18 +60,18 @@ def main(options: dict[str, Any]) -> None:
     ) as opt:
         sampler = RunSampler(numbers, opt, block_size=options["block"])
         loader = DataLoader(numbers, batch_size=batch, sampler=sampler, num_workers=options.get("workers", 0))
-        report("ready", epoch=sampler.epoch, together=opt.wait_for_peers(options["peers"], 60.0))
+        tell("ready", epoch=sampler.epoch, together=opt.wait_for_peers(options["peers"], 60.0))
         for epoch in sampler.epochs(options["epochs"]):
             for samples in loader:
                 backward(model, batch_of(int(samples[0]), len(samples)))
                 opt.step(batch_size=len(samples))
-                report("trained", epoch=epoch, samples=samples.tolist())
+                tell("trained", epoch=epoch, samples=samples.tolist())
                 time.sleep(options["seconds"])  # computes, while the others go on
                 if opt.local_step == options.get("pause_after"):
                     sys.stdin.readline()
-        report("done", **asdict(sampler.statistics))
+        tell("done", **asdict(sampler.statistics))
         finish = opt.finish()
-        report("finished", digest=finish.digest, text=str(finish))
+        tell("finished", digest=finish.digest, text=str(finish))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,10 @@ from averaging.rl.synchronizer import WeightReceiver, WeightSender
 from averaging.rl.workers import ModelWorker
 from averaging.rpc import RpcServer, read_credentials
 from tests.feed.feeds import a_group, environment, registration
+from tests.support.worker import tell
 from tests.workers.backends import Actor, Log, Reward, dataset
 
 VALUE = 3.0
-
-
-def tell(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 async def publish(listen: str) -> None:

@@ -19,13 +19,10 @@ from averaging.errors import CallRefusedError, PeerUnreachableError, StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from tests.support.worker import tell
 
 PAUSE = 0.02
 """Seconds before another try, so that a test gets no thousands of lines."""
-
-
-def report(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
 
 
 def weights(value: float, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -47,7 +44,7 @@ async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> No
     sender = WeightSender(lambda: now, backend=backend, device=device)
     await synchronizer.add_module(sender)
     await synchronizer.set_trainer_status(RunningStatus.RUNNING)
-    report("ready")
+    tell("ready")
     if options.get("idle"):
         await asyncio.Event().wait()
     step = options.get("step", 0)
@@ -65,12 +62,12 @@ async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> No
                 version = found
                 await sender.send(version)
             except StateError as error:
-                report("lost", error=str(error))
+                tell("lost", error=str(error))
                 with suppress(CallRefusedError):
                     await synchronizer.coordinate_weight_sync_setup(20.0)
                 continue
         step += 1
-        report("version", version=version, value=value_of(now))
+        tell("version", version=version, value=value_of(now))
     await synchronizer.set_trainer_status(RunningStatus.STOPPED)
 
 
@@ -78,19 +75,19 @@ async def explore(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> 
     receiver = WeightReceiver(options.get("backend", "gloo"), options.get("device", "cpu"))
     await synchronizer.add_module(receiver)
     await synchronizer.set_explorer_status(RunningStatus.RUNNING)
-    report("ready")
+    tell("ready")
     version = 0
     while await synchronizer.trainer_requires_weight_sync() is not None:
         if options["collective"]:
             found = await synchronizer.ready_to_nccl_sync("explorer", 0)
             if found is None:
-                report("none")
+                tell("none")
                 await asyncio.sleep(PAUSE)
                 with suppress(CallRefusedError):
                     await synchronizer.coordinate_weight_sync_setup(20.0)
                 continue
             with suppress(StateError):
-                report("version", version=found, value=value_of(await receiver.receive(found)))
+                tell("version", version=found, value=value_of(await receiver.receive(found)))
         else:
             await synchronizer.wait_new_model_state_dict(version)
             version = await get_newer(synchronizer, version)
@@ -104,7 +101,7 @@ async def get_newer(synchronizer: RemoteSynchronizer, version: int) -> int:
     if await synchronizer.get_latest_model_version() > version:
         state, version = await synchronizer.get_model_state_dict()
         assert isinstance(state, dict)
-        report("version", version=version, value=value_of(state))
+        tell("version", version=version, value=value_of(state))
     return version
 
 
@@ -115,8 +112,8 @@ async def main(options: dict[str, Any]) -> None:
         try:
             await (train if options["role"] == "trainer" else explore)(synchronizer, options)
         except PeerUnreachableError as error:
-            report("unreachable", error=str(error))
-    report("end")
+            tell("unreachable", error=str(error))
+    tell("end")
 
 
 if __name__ == "__main__":
