@@ -63,17 +63,6 @@ def run_as_one_of_two(code: str, number: int, endpoints: SimpleQueue[str], names
     )
 
 
-def check_what_two_told(told: list[dict[str, Any]]) -> None:
-    """Both made all the steps of the run, averaged together, and ended with the same weights."""
-    one, other = told
-    for peer in (one, other):
-        assert peer["steps"] == STEPS
-        assert peer["rounds"] == [2] * 5  # the last one is that of finish()
-        # LinearLR goes from a third to all of the rate in 100 steps.
-        assert abs(peer["rate"] - 1e-3 * (1 / 3 + 2 / 3 * STEPS / 100)) < 1e-9
-    assert one["weights"] == other["weights"]
-
-
 def as_rank(number: int, ports: SimpleQueue[str]) -> None:
     """Makes this process one of two of a single trainer, as torchrun does."""
     if number == 0:
@@ -88,12 +77,3 @@ def as_rank(number: int, ports: SimpleQueue[str]) -> None:
 def tell_error(error: Exception) -> None:
     """Tells an error of a rank."""
     tell("rank", error=f"{type(error).__name__}: {error}")
-
-
-def check_what_ranks_told(told: list[dict[str, Any]], remedy: str) -> None:
-    """Both were refused, with the remedy."""
-    assert len(told) == 2
-    for rank in told:
-        assert rank["error"].startswith("ConfigError")
-        assert "2 processes" in rank["error"]
-        assert remedy in rank["error"]

@@ -20,7 +20,6 @@ from averaging import AveragingError, ConfigError, DecentralizedAverager, Gradie
 from averaging.integrations.lightning import AveragingCallback
 from tests.support.training import Run
 from tests.trainers import page
-from tests.trainers.forked import told_by
 from tests.trainers.partner import RUN_ID, Noted, founder, going_on
 
 pytestmark = [
@@ -96,19 +95,6 @@ def rank(number: int, ports: SimpleQueue[str]) -> None:
     except ConfigError as error:
         page.tell_error(error)
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return told_by(__name__, tmp_path_factory.mktemp("forked"), "page_peer", "rank")
-
-
-def test_two_processes_train_together_as_the_page_says(told: dict[str, list[dict[str, Any]]]) -> None:
-    page.check_what_two_told(told["page_peer"])
-
-
-def test_several_processes_of_one_trainer_are_refused(told: dict[str, list[dict[str, Any]]]) -> None:
-    page.check_what_ranks_told(told["rank"], "devices=1")
 
 
 def test_a_newcomer_ends_with_the_run_logs_and_is_closed(run: Run, tmp_path: Path) -> None:
