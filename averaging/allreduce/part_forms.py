@@ -1,21 +1,16 @@
-"""How the parts of a tensor travel in a round: with all of their elements, or with the largest of each block.
-
-The form of a tensor says how it is cut into slices, which of them may be one part, how contributions are encoded and
-decoded, what combines them, and how their average is sent and read.
-"""
+"""How the parts of a tensor travel in a round: with all of their elements, or with the largest of each block."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from averaging.allreduce.shard_reducer import MeanReducer, PartReducer, RobustReducer, SparseReducer
+from averaging.allreduce.shard_reducer import MeanReducer, RobustReducer, SparseReducer
 from averaging.errors import ConfigError
 from averaging.protocol import MEAN, Aggregation, AggregationKind, CompressionType, TopK, WireTensor
 from averaging.tensors import (
@@ -43,11 +38,6 @@ Prepared: TypeAlias = "torch.Tensor | StagedTensor | SparseTensor"
 
 Averaged: TypeAlias = "torch.Tensor | SparsePart"
 """The average or the delta of a part: 1-D, on the CPU, read-only; of a sparse tensor in tile order."""
-
-Tensor = TypeVar("Tensor", "torch.Tensor | StagedTensor", SparseTensor)
-Contributed = TypeVar("Contributed", torch.Tensor, Contribution)
-Average = TypeVar("Average", torch.Tensor, "list[Contribution]")
-Result = TypeVar("Result", torch.Tensor, SparsePart)
 
 
 class Slice(NamedTuple):
@@ -113,80 +103,7 @@ def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
     return True
 
 
-class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
-    """The form of one tensor, and of the parts that begin with it."""
-
-    @abstractmethod
-    def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
-        """The slices of the tensor in order: the first element of each, and one past its last.
-
-        Raises:
-            ConfigError: an element is larger than a part.
-        """
-
-    continues = False
-    """Whether a slice and the next one of the same tensor may be one slice, without any effect on the result."""
-
-    @abstractmethod
-    def joins(self, other: AnyForm) -> bool:
-        """Whether a slice of a tensor of the form `other` may follow one of this form in the same part."""
-
-    @abstractmethod
-    def encoded_size(self, piece: Slice) -> int:
-        """Exact bytes of a contribution to a slice on the wire."""
-
-    @abstractmethod
-    def nbytes(self, part: Part) -> int:
-        """Bytes of a contribution on the wire, without the overhead per slice, row or block of a dense codec."""
-
-    @abstractmethod
-    def packed_size(self, part_size_bytes: int, members: int) -> int:
-        """Bytes of the whole tensor in the larger direction if so many members contribute, without that overhead."""
-
-    @abstractmethod
-    def encode(self, tensors: Sequence[Tensor], part: Part) -> WireTensor:
-        """A contribution, given all tensors."""
-
-    @abstractmethod
-    def own(self, tensors: Sequence[Tensor], part: Part) -> Contributed:
-        """This member's own contribution to a part that it reduces itself, given all tensors."""
-
-    @abstractmethod
-    def decode(self, wire: WireTensor, part: Part) -> Contributed:
-        """Decodes a contribution.
-
-        Raises:
-            ProtocolViolationError: it is invalid. Its number of elements is checked by the caller.
-        """
-
-    @abstractmethod
-    def reducer(self) -> PartReducer[Contributed, Average]:
-        """What combines the contributions to one part."""
-
-    @abstractmethod
-    def answer(self, average: Average, compression: CompressionType, part: Part) -> tuple[WireTensor, Result]:
-        """Encodes an average, and returns it also as it is decoded."""
-
-    @abstractmethod
-    def decode_answer(self, wire: WireTensor, part: Part) -> Result:
-        """Decodes an average.
-
-        Raises:
-            ProtocolViolationError: it is invalid. Its number of elements is checked by the caller.
-        """
-
-    @abstractmethod
-    def is_finite(self, values: Contributed | Result) -> bool:
-        """Whether all values are finite in the dtype of the tensor."""
-
-    def clamped(self, values: Result) -> int:
-        return 0
-
-
-AnyForm: TypeAlias = "PartForm[Any, Any, Any, Any]"
-
-
-class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tensor, torch.Tensor]):
+class DenseForm:
     """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part.
 
     Args:
@@ -197,9 +114,15 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         self._spec, self._dtype, self._aggregation, self._residual = spec, spec.torch_dtype, aggregation, residual
         self._codec = codec_of(spec.compression, self._dtype)
         self._per_element = self._codec.bytes_per_element
+        # Whether a slice and the next one of the tensor may be one slice, without any effect on the result.
         self.continues = self._codec.elementwise and aggregation.kind is not AggregationKind.CLIP
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
+        """The slices of the tensor in order: the first element of each, and one past its last.
+
+        Raises:
+            ConfigError: an element is larger than a part.
+        """
         length = part_size_bytes // self._per_element
         if length < 1:
             raise ConfigError(
@@ -210,6 +133,7 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
             yield start, min(start + length, numel)
 
     def joins(self, other: AnyForm) -> bool:
+        """Whether a slice of a tensor of the form `other` may follow one of this form in the same part."""
         return (
             isinstance(other, DenseForm)
             and self._codec is other._codec
@@ -217,15 +141,19 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         )
 
     def encoded_size(self, piece: Slice) -> int:
+        """Exact bytes of a contribution to a slice on the wire."""
         return self._codec.nbytes((piece.numel,))
 
     def nbytes(self, part: Part) -> int:
+        """Bytes of a contribution on the wire, without the overhead per slice, row or block of the codec."""
         return part.numel * self._per_element
 
     def packed_size(self, part_size_bytes: int, members: int) -> int:
+        """Bytes of the whole tensor in the larger direction if so many members contribute, without that overhead."""
         return self._spec.numel * self._per_element
 
-    def encode(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> WireTensor:
+    def encode(self, tensors: Sequence[Any], part: Part) -> WireTensor:
+        """This member's contribution, given all of its tensors."""
         return self._encode(self.own(tensors, part), part)
 
     def _encode(self, values: torch.Tensor, part: Part) -> WireTensor:
@@ -234,11 +162,12 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
             return WireTensor(codec.pack(values), (part.numel,), codec.wire_dtype, compression)
         return encode_slices(values, compression, _lengths(part))
 
-    def own(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> torch.Tensor:
-        """A view of the tensor, or a copy of several slices."""
+    def own(self, tensors: Sequence[Any], part: Part) -> torch.Tensor:
+        """The values of that: a view of the tensor, or a copy of several slices."""
         if len(part.slices) == 1:
             ((number, start, stop),) = part.slices
-            return tensors[number][start:stop]
+            values: torch.Tensor = tensors[number][start:stop]
+            return values
         pieces = []
         for first in range(0, len(part.slices), OBJECTS_AT_ONCE):
             slices = part.slices[first : first + OBJECTS_AT_ONCE]
@@ -246,6 +175,11 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         return _joined(pieces)
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
+        """Decodes a contribution.
+
+        Raises:
+            ProtocolViolationError: it is invalid. Its number of elements is checked by the caller.
+        """
         codec = self._codec
         as_usual = wire.compression == self._spec.compression and wire.dtype == codec.wire_dtype
         if as_usual and (codec.elementwise or len(part.slices) == 1):
@@ -255,13 +189,16 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         # From other software, or invalid.
         return decode_slices(wire, self._dtype, _lengths(part))
 
-    def reducer(self) -> PartReducer[torch.Tensor, torch.Tensor]:
+    def reducer(self) -> MeanReducer | RobustReducer:
         return MeanReducer() if self._aggregation == MEAN else RobustReducer(self._aggregation)
 
     def answer(
         self, average: torch.Tensor, compression: CompressionType, part: Part
     ) -> tuple[WireTensor, torch.Tensor]:
-        """Adds the residual of the part, and records what is lost. Only uncompressed values get the tensor's dtype."""
+        """Encodes an average, and returns it also as it is decoded. Only uncompressed values get the tensor's dtype.
+
+        The residual of the part is added, and what is lost now is recorded.
+        """
         exact = average if self._residual is None else self._residual.added(average, part)
         values = exact.to(self._dtype) if compression is CompressionType.NONE else exact
         usual = compression is self._spec.compression
@@ -276,10 +213,11 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     def decode_answer(self, wire: WireTensor, part: Part) -> torch.Tensor:
         return self.decode(wire, part)
 
-    def is_finite(self, values: torch.Tensor) -> bool:
+    def is_finite(self, values: Any) -> bool:
+        """Whether all values are finite in the dtype of the tensor."""
         return finite_as(values, self._dtype)
 
-    def clamped(self, values: torch.Tensor) -> int:
+    def clamped(self, values: Any) -> int:
         limit = self._codec.limit
         if math.isinf(limit) or not values.numel() or torch.linalg.vector_norm(values, math.inf).item() < limit:
             return 0
@@ -356,7 +294,7 @@ class ReplyResidual:
             self.tensors[tensor][elements] = loss
 
 
-class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", SparsePart]):
+class SparseForm:
     """The largest elements of each block of a part, of which all blocks have one size.
 
     Args:
@@ -364,6 +302,8 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         members: the most members that contribute.
         residual: of this peer's replies; None if what they lose is of no interest.
     """
+
+    continues = False
 
     def __init__(
         self, number: int, spec: TensorSpec, top_k: TopK, members: int = 1, residual: ReplyResidual | None = None
@@ -392,11 +332,12 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         size = self._block_size(start)
         return max(top_k_nbytes(stop - start, size, self._top_k), union_limit(stop - start, size, self._top_k, members))
 
-    def encode(self, tensors: Sequence[SparseTensor], part: Part) -> WireTensor:
+    def encode(self, tensors: Sequence[Any], part: Part) -> WireTensor:
         (piece,) = part.slices
-        return tensors[piece.tensor].wire(piece.start, piece.stop)
+        tensor: SparseTensor = tensors[piece.tensor]
+        return tensor.wire(piece.start, piece.stop)
 
-    def own(self, tensors: Sequence[SparseTensor], part: Part) -> Contribution:
+    def own(self, tensors: Sequence[Any], part: Part) -> Contribution:
         """The values are those that other members would decode, so that it is treated like theirs."""
         (piece,) = part.slices
         values = tensors[piece.tensor].values(piece.start, piece.stop)
@@ -406,7 +347,7 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         (piece,) = part.slices
         return Contribution(decode_top_k(wire, self._block_size(piece.start), self._top_k), wire.buffer)
 
-    def reducer(self) -> PartReducer[Contribution, list[Contribution]]:
+    def reducer(self) -> SparseReducer:
         return SparseReducer()
 
     def answer(
@@ -424,12 +365,20 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         (piece,) = part.slices
         return decode_union(wire, self._block_size(piece.start), self._top_k, self._members)
 
-    def is_finite(self, values: Contribution | SparsePart) -> bool:
+    def is_finite(self, values: Any) -> bool:
         part = values.part if isinstance(values, Contribution) else values
         return finite_as(part.values, self._dtype)
 
+    def clamped(self, values: Any) -> int:
+        return 0
+
     def _block_size(self, start: int) -> int:
         return next(run.size for run in self._layout.runs if start < run.stop)
+
+
+AnyForm: TypeAlias = "DenseForm | SparseForm"
+"""How a tensor is cut into slices, which of them may be one part, how contributions are encoded and decoded, what
+combines them, and how their average is sent and read."""
 
 
 def forms_of(schema: Schema, *, members: int = 1, residual: ReplyResidual | None = None) -> list[AnyForm]:

@@ -11,11 +11,11 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from averaging.allreduce.part_forms import AnyForm, Averaged, Part, Prepared
+from averaging.allreduce.part_forms import AnyForm, Averaged, DenseForm, Part, Prepared
 from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
 from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.allreduce.stream_limits import Overdue, SendWindow, WaitMonitor
@@ -347,7 +347,7 @@ class ReducerSide:
             return
         for number in self._reducer.take_complete():
             part, form = self._parts[number], self._form(number)
-            local = form.own(self._tensors, part) if self._me.sends else None
+            local: Any = form.own(self._tensors, part) if self._me.sends else None
             average = self._reducer.finish(number, local, self._me.weight)
             waiting = [
                 (sender, sender.delivered.pop(number))
@@ -386,7 +386,7 @@ class ReducerSide:
     def _answer_with_deltas(
         self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
     ) -> None:
-        part, form = self._parts[number], self._form(number)
+        part, form = self._parts[number], cast("DenseForm", self._form(number))
         if local is not None:
             own = (average - local).to(self._schema.tensors[part.tensor].torch_dtype)
             if self._is_usable("this peer's own delta", number, local + own):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from averaging.allreduce.part_forms import Part, Prepared, have_arrived
 from averaging.allreduce.partition import packed_sizes
@@ -231,12 +231,12 @@ class SenderSide:
             raise ProtocolViolationError(
                 f"answered with shape {list(reply.tensor_part.size)} instead of [{part.numel}]"
             )
-        values = form.decode_answer(reply.tensor_part, part)
+        values: Any = form.decode_answer(reply.tensor_part, part)
         self._tally.clamped += form.clamped(values)
         if self._non_finite is NonFinite.REFUSE:
             kept = values
             if self._schema.reply is ReplyForm.DELTA:
-                own = form.own(tensors, part)
+                own: Any = form.own(tensors, part)
                 kept = own + values.to(own.dtype)
             if not form.is_finite(kept):
                 raise ProtocolViolationError("answered with NaN or infinity", kind=ViolationKind.NON_FINITE)

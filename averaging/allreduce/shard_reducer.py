@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,28 +15,11 @@ from averaging.errors import ProtocolViolationError
 from averaging.protocol import Aggregation, AggregationKind
 from averaging.tensors import Contribution
 
-Contributed = TypeVar("Contributed")
-Average = TypeVar("Average")
-
-
-class PartReducer(ABC, Generic[Contributed, Average]):
-    """The contributions to one part, until all have arrived."""
-
-    @abstractmethod
-    def add(self, values: Contributed, weight: float, place: int, *, spare: bool = False) -> None:
-        """Adds a contribution.
-
-        Args:
-            values: may be kept until `finish`, so the caller must not write to them. Nor does the reducer, unless they
-                are spare.
-            weight: its weight, above 0.
-            place: place of its member in the group's order, this peer last.
-            spare: whether the reducer may write to `values`, and return them as the average.
-        """
-
-    @abstractmethod
-    def finish(self) -> Average:
-        """The average of at least one contribution. Called once."""
+# The reducer of a part takes the contributions to it until all have arrived: `add(values, weight, place, spare=…)`
+# and, once, `finish()`. Weights are above 0; `place` is that of the member in the group's order, this peer last.
+# Values may be kept until `finish`, so the caller must not write to them. Nor does the reducer, unless they are spare:
+# then it may return them as the average.
+AnyReducer: TypeAlias = "MeanReducer | SparseReducer | RobustReducer"
 
 
 class ShardReducer:
@@ -56,14 +38,14 @@ class ShardReducer:
         self,
         sizes: list[int],
         weights: Mapping[str, float],
-        reducer_of: Callable[[int], PartReducer[Any, Any]] = lambda _: MeanReducer(),
+        reducer_of: Callable[[int], AnyReducer] = lambda _: MeanReducer(),
     ) -> None:
         self._sizes = sizes
         self._weights = dict(weights)
         self._places = {name: place for place, name in enumerate(weights)}
         self._next = dict.fromkeys(weights, 0)  # number of the part that each sender delivers next
         self._reducer_of = reducer_of
-        self._parts: dict[int, PartReducer[Any, Any]] = {}  # those with a contribution
+        self._parts: dict[int, AnyReducer] = {}  # those with a contribution
         self._completed = 0
 
     def add(self, sender: str, values: Any, *, spare: bool = False) -> None:
@@ -71,7 +53,7 @@ class ShardReducer:
 
         Args:
             sender: a name in `weights` that has not been dropped.
-            values: of the part's size, as its `PartReducer` takes them, such as a 1-D tensor of any floating-point
+            values: of the part's size, as its reducer takes them, such as a 1-D tensor of any floating-point
                 dtype. The reducer may keep a reference until the part is finished, so the caller must not write to it.
                 The reducer does not write to it either, unless it is spare.
             spare: whether it may be overwritten and become the average.
@@ -109,8 +91,8 @@ class ShardReducer:
             local_weight: its weight.
 
         Returns:
-            What the `PartReducer` returns, such as a 1-D tensor of float32 or float64; None if no member with a weight
-            above 0 contributed.
+            What the reducer of the part returns, such as a 1-D tensor of float32 or float64; None if no member with a
+            weight above 0 contributed.
         """
         if local is not None:
             self._add(number, local, local_weight, len(self._places))
@@ -126,7 +108,7 @@ class ShardReducer:
         part.add(values, weight, place, spare=spare)
 
 
-class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
+class MeanReducer:
     """The weighted mean of a part, of which only the sum is kept."""
 
     def __init__(self) -> None:
@@ -167,7 +149,7 @@ class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
 _MIN_RELATIVE_WEIGHT = 2.0**-100  # of the largest one; smaller weights could be 0 in float32
 
 
-class SparseReducer(PartReducer[Contribution, list[Contribution]]):
+class SparseReducer:
     """Limits the norm of each contribution to the (lower) median of all that are not 0.
 
     So no member moves the average by more than an ordinary one, whatever values it sends. Norms are taken over the
@@ -230,7 +212,7 @@ _CLIP_STEPS = 30
 _CLIP_PRECISION = 1e-5  # of tau
 
 
-class RobustReducer(PartReducer[torch.Tensor, torch.Tensor]):
+class RobustReducer:
     """Keeps the contributions to a part and aggregates them when it is complete."""
 
     def __init__(self, aggregation: Aggregation) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct, convert
 
 from averaging.common import pack as pack_value
 from averaging.common import pack_user, unpack
@@ -73,6 +74,15 @@ class Manifest:
         return pack_value(fields | ({"skipped": self.skipped} if self.skipped else {}))
 
 
+class _Fields(Struct):
+    version: int | float
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    digest: list[Any]  # bytes, or hex from other software
+    user: dict[Any, Any] | None = None
+    skipped: int | None = None
+    named: Any = None
+
+
 def read_manifest(packed: bytes) -> Manifest:
     """Reads and validates metadata.
 
@@ -82,21 +92,19 @@ def read_manifest(packed: bytes) -> Manifest:
     if not packed or len(packed) > MAX_METADATA_BYTES:
         raise StateError(f"its metadata has {len(packed)} bytes")
     try:
-        fields = unpack(packed)
-        digests = [_digest(digest) for digest in fields["digest"]]
-        infos = [TensorInfo(_text(name), _text(dtype), _shape(shape)) for name, dtype, shape in fields["tensors"]]
+        fields = convert(unpack(packed), _Fields)
+        digests = [_digest(digest) for digest in fields.digest]
+        infos = [TensorInfo(*tensor) for tensor in fields.tensors]
         check_tensors(infos, STATE_DTYPES)
-        version, user, skipped = _int(fields["version"]), _user(fields.get("user")), _int(fields.get("skipped") or 0)
-    except ProtocolViolationError as error:
+        version = int(fields.version)
+    except (ProtocolViolationError, ArithmeticError, TypeError, ValueError) as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise StateError(f"its metadata is unreadable: {type(error).__name__}: {error}") from None
     if not 0 <= version <= MAX_VERSION:
         raise StateError(f"its version is {version:.3g}; it must be from 0 to {MAX_VERSION:.3g}")
     if len(digests) != len(infos):
         raise StateError(f"its metadata has {len(infos)} tensors and {len(digests)} digests")
     tensors = tuple(StateTensor(i.name, i.dtype, i.shape, digest) for i, digest in zip(infos, digests, strict=True))
-    return Manifest(version, tensors, user, skipped, fields.get("named") is True)
+    return Manifest(version, tensors, fields.user or {}, fields.skipped or 0, fields.named is True)
 
 
 def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:
@@ -122,36 +130,12 @@ def can_skip(tensors: Sequence[StateTensor], resume: Resume | None) -> int:
     return resume.offset if resume.fingerprint == resume_at(tensors, resume.offset).fingerprint else 0
 
 
-def _text(text: object) -> str:
-    if isinstance(text, str):
-        return text
-    raise TypeError(f"a name is {type(text).__name__}")
-
-
-def _int(number: object) -> int:
-    if isinstance(number, int | float):
-        return int(number)
-    raise TypeError(f"a number is {type(number).__name__}")  # int(text) could exceed 64 bits
-
-
-def _user(user: object) -> dict[str, Any]:
-    if isinstance(user, dict):
-        return user
-    if not user:
-        return {}
-    raise TypeError(f"user is {type(user).__name__}, not a map")  # unlike `gather`, it is not packed twice
-
-
 def _digest(digest: object) -> bytes:
     if isinstance(digest, str):
         return bytes.fromhex(digest)
     if isinstance(digest, bytes):
         return digest
     raise TypeError(f"a digest is {type(digest).__name__}")  # bytes(number) would allocate that many bytes
-
-
-def _shape(shape: Sequence[object]) -> tuple[int, ...]:
-    return tuple(map(_int, shape))
 
 
 # A peer's state packed into the messages of a download; `assembler` is the reverse.

@@ -337,7 +337,7 @@ OTHER_NAMES = [[name, *DESCRIBED["tensors"][0][1:]] for name in (None, 3, ["w"])
         *[({"version": number}, "its (version|metadata) is") for number in (-1, 2**63, 2**64 - 1, 1e300, float("inf"))],
         *[({"version": odd}, "its metadata is unreadable") for odd in (None, "3", b"-" + b"9" * 400, [3])],
         *[({"tensors": [other, *DESCRIBED["tensors"][1:]]}, "its metadata is unreadable") for other in OTHER_NAMES],
-        *[({"user": user}, "user is .*, not a map") for user in (msgpack.encode({"step": 3}), [["step", 3]])],
+        *[({"user": user}, "its metadata is unreadable") for user in (msgpack.encode({"step": 3}), [["step", 3]])],
         ({"digest": DESCRIBED["digest"][:-1]}, "tensors and [0-9]+ digests"),
         ({"digest": [*DESCRIBED["digest"], bytes(32)]}, "tensors and [0-9]+ digests"),
         ({"tensors": DESCRIBED["tensors"] * 2, "digest": DESCRIBED["digest"] * 2}, "have the same name"),
