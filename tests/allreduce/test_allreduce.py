@@ -96,16 +96,6 @@ def test_a_client_and_an_auxiliary_alone() -> None:
     assert_close(simulation.tensors["client::1"], simulation.mean(), 1e-6)
 
 
-def test_shares_follow_the_bandwidth() -> None:
-    members = [Member(f"peer:{port + 1}", bandwidth=bandwidth) for port, bandwidth in enumerate([1e6, 1e6, 1e5])]
-    simulation = Simulation(1, members, [(6000,)])
-    virtual_time.run(simulation.run())
-    sent = {name: result.bytes_sent for name, result in simulation.results.items()}
-    assert sent["peer:3"] < sent["peer:1"]
-    for tensors in simulation.tensors.values():
-        assert_close(tensors, simulation.mean(), 1e-6)
-
-
 @pytest.mark.parametrize("seed", rest_is_long(range(40), 10))
 def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
     simulation = Simulation(seed, nodes(4), [(200,)])

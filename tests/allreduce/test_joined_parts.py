@@ -17,16 +17,11 @@ from averaging.allreduce import Part, RoundResult
 from averaging.allreduce.part_forms import forms_of
 from averaging.allreduce.partition import partition
 from averaging.errors import ProtocolViolationError
-from averaging.matchmaking import rules
 from averaging.protocol import (
     MEAN,
     Aggregation,
     CompressionType,
-    JoinRequest,
-    Member,
-    Mode,
     TopK,
-    pack_gather,
     parse_aggregation,
 )
 from averaging.protocol.messages import COMPRESSIONS
@@ -141,20 +136,6 @@ def test_a_member_that_dies_leaves_whole_parts(seed: int) -> None:
     virtual_time.run(simulation.run(disturb))
     for name in simulation.results.keys() - {victim}:
         simulation.assert_between_the_means(name, sorted(simulation.results.keys() - {victim}))
-
-
-GATHER = pack_gather(1.0, None, Mode.NODE)
-
-
-@pytest.mark.parametrize(("joining", "expected"), [({"a:1", "b:1"}, True), ({"a:1"}, False), (set(), False)])
-def test_parts_are_joined_if_all_followers_can(joining: set[str], expected: bool) -> None:
-    names = ["a:1", "b:1"]
-    requests = {name: JoinRequest(name, b"hash", 0.0, GATHER, joins_parts=name in joining) for name in names}
-    followers = {name: Member(name) for name in names}
-    leader = rules.LeaderCandidate(Member("me:1"), b"hash", 3, followers=followers, requests=requests)
-    message = rules.assemble(leader, dict.fromkeys(["me:1", *names], GATHER), random.Random(1))
-    groups = [rules.read_group(message, name, "me:1", GATHER) for name in ("me:1", *names)]
-    assert [group.joins_parts for group in groups] == [expected] * 3
 
 
 def test_peers_join_their_parts() -> None:

@@ -18,7 +18,7 @@ NODE, SENDER = "peer:1", "client::1"
 
 
 @pytest.mark.parametrize("seconds_to_close", [0.0, 0.1])
-@pytest.mark.parametrize("steps", range(60))
+@pytest.mark.parametrize("steps", range(0, 60, 2))
 def test_a_lost_call_is_noticed_at_once(steps: int, seconds_to_close: float) -> None:
     """`steps`: iterations of the event loop before the server's task is cancelled, as gRPC does it."""
     simulation = Simulation(1, [Member(NODE), Member(SENDER, mode=Mode.CLIENT)], [(100,)], part_size_bytes=64)

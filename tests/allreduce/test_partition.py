@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -46,11 +45,6 @@ def test_equal_if_no_bandwidth_is_announced() -> None:
     assert shares(group(None)) == [1.0]
 
 
-def test_equal_if_all_bandwidths_are_zero() -> None:
-    assert shares(group(0.0, 0.0, 5.0, 0.0, clients=[2])) == [1.0, 1.0, 0.0, 1.0]
-    assert shares(group(0.0, 7.0, clients=[1])) == [1.0, 0.0]
-
-
 def test_in_proportion_if_two_or_one() -> None:
     fast, slow = shares(group(300.0, 100.0))
     assert fast == 3 * slow
@@ -76,14 +70,6 @@ def test_shares_computed_by_hand() -> None:
     assert shares(group(10.0, None, 6.0, 8.0, clients=[3])) == pytest.approx([13 / 24, 8 / 24, 3 / 24, 0.0])
     # an auxiliary reduces like a node
     assert shares(group(8.0, 10.0, 10.0, auxiliaries=[1])) == shares(group(8.0, 10.0, 10.0))
-
-
-def test_a_bandwidth_announced_only_by_a_client() -> None:
-    assert shares(group(None, 5.0, None, clients=[1])) == pytest.approx([0.5, 0.0, 0.5])
-
-
-def test_a_very_slow_member_gets_no_share() -> None:
-    assert shares(group(100.0, 100.0, 0.0, 1e-3))[2:] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("unit", [1e-307, 1.0, 1e308])
@@ -147,14 +133,6 @@ def test_no_other_shares_are_faster(bandwidths: list[float], data: st.DataObject
     assert slowest(best) <= slowest(other) * (1 + 1e-9)
 
 
-@given(st.permutations([3.0, 5.0, 5.0, 8.0, 100.0, 250.0]))
-def test_shares_follow_the_members_not_their_order(bandwidths: list[float]) -> None:
-    by_bandwidth = dict(
-        zip([3.0, 5.0, 8.0, 100.0, 250.0], shares(group(3.0, 5.0, 8.0, 100.0, 250.0, 5.0)), strict=False)
-    )
-    assert shares(group(*bandwidths)) == [by_bandwidth[b] for b in bandwidths]
-
-
 def test_a_group_without_reducers_is_refused() -> None:
     with pytest.raises(RoundError, match="clients"):
         shares(group(1.0, None, clients=[0, 1]))
@@ -204,21 +182,6 @@ def test_first_wins_a_tie() -> None:
     assert lengths(partition(schema((12,), part_size=16), [1.0, 1.0])) == [[4, 4], [4]]
     assert lengths(partition(schema((4,), part_size=16), [1.0] * 4)) == [[4], [], [], []]
     assert lengths(partition(schema((4,), part_size=16), [1.0, 2.0, 1.0])) == [[], [4], []]
-
-
-def test_empty_and_scalar_tensors() -> None:
-    parts = partition(schema((0,), (), (3, 0), (2,), part_size=1024), [1.0])
-    assert parts == [[Part.of(1, 0, 1), Part.of(3, 0, 2)]]
-    assert partition(schema((0,), part_size=1024), [1.0, 0.0]) == [[], []]
-    assert partition(schema(part_size=1024), [0.0, 1.0]) == [[], []]
-
-
-def test_share_zero_means_no_part() -> None:
-    tensors = schema((64,), (), (), (), part_size=4)
-    for places in itertools.product([0.0, 1.0], repeat=5):
-        if any(places):
-            parts = partition(tensors, places)
-            assert [bool(mine) for mine in parts] == [share > 0 for share in places]
 
 
 def test_the_last_interval_ends_with_the_last_element() -> None:
@@ -333,11 +296,3 @@ def test_blocks_never_straddle_parts_nor_reducers(
                 # As large as a part may be; one block and a table may be larger.
                 assert size <= max(part_size, run.size * 2.5) + 1024 + 2
                 assert part.numel <= max(part_size, run.size)
-
-
-def test_a_reply_in_which_all_elements_come_back_is_in_the_time_of_a_round() -> None:
-    spec = TensorSpec("w", "float32", (1024, 1024), CompressionType.TOP_K)
-    whole = Schema((spec,), 1 << 20, sparse=TopK(1 / 64))
-    assert packed_size(forms_of(whole), whole.part_size_bytes, 1) == pytest.approx(14 / 8 * (1 << 14), rel=0.01)
-    assert packed_size(forms_of(whole), whole.part_size_bytes, 2) == pytest.approx(2 * 14 / 8 * (1 << 14), rel=0.01)
-    assert packed_size(forms_of(whole), whole.part_size_bytes, 100) <= 1.2 * (1 << 20)

@@ -176,11 +176,3 @@ def test_float64_keeps_its_precision(rule: str) -> None:
     result = reducer.finish(0, None, 0.0)
     assert result is not None
     assert result.item() == 1.0 + 2**-50
-
-
-def test_torch_s_default_device_changes_nothing() -> None:
-    rows = tensors([[1.0, 5.0, 3.0], [2.0, 4.0, 9.0], [9.0, 0.0, 0.0]])
-    for rule in RULES:
-        expected = aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0])
-        with torch.device("meta"):
-            assert torch.equal(aggregate(parse_aggregation(rule), rows, [1.0, 2.0, 3.0]), expected)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from statistics import median
 from typing import Any
 
 import pytest
-from msgspec import msgpack
 
 from averaging import Peer
-from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.protocol.group import Mode, progress_key
+from averaging.protocol.group import Mode
 from averaging.receipts.explanation import explain
 from averaging.receipts.receipt import LateArrival, Receipt, Role
-from averaging.receipts.status import INDEX
-from averaging.testing import virtual_time
-from averaging.training.history import History, Progress
-from tests.receipts.test_step_rate import HOSTILE
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site
@@ -31,19 +23,11 @@ SLOW = NAMES[-1]
 TIMES = 10.0
 
 
-def simulated(strategy: str, *, times: float, until: float, step_rate: object = None) -> list[Site]:
-    """A run of four peers; a step of the last one takes so many times as long as one of the others.
-
-    Args:
-        step_rate: what is announced in its name until it starts, if anything.
-    """
+def simulated(strategy: str, *, times: float, until: float) -> list[Site]:
+    """A run of four peers; a step of the last one takes so many times as long as one of the others."""
     sites = [Site(name, [NAMES[0]] if number else [], 0.05 * number) for number, name in enumerate(NAMES)]
     sites[-1].step_seconds = times * STEP_SECONDS
-    run = Run(1, strategy, sites, until=until, group_wait=40.0)
-    if step_rate is None:
-        return run.simulate()
-    sites[-1].starts = 3.0
-    return run.simulate(before_it_starts(run, step_rate))
+    return Run(1, strategy, sites, until=until, group_wait=40.0).simulate()
 
 
 def receipts_of(sites: Sequence[Site], name: str) -> list[Receipt]:
@@ -98,43 +82,6 @@ def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
     assert len(told) > 20
     assert not [receipt for receipt in told if receipt.last_to_arrive is not None]
     assert "last to arrive: no peer regularly" in list(explain(told, summary_only=True))
-
-
-def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, None]]:
-    """A member of discovery that takes the slow peer's place for progress, and announces this as its step rate."""
-    items = [*msgpack.decode(Progress(History(), rate=1.0).pack())[:INDEX], value]
-
-    async def announce() -> None:
-        await asyncio.sleep(1.0)
-        rng = random.Random(run.seed)
-        transport = run.network.transport("evil:1")
-        discovery = GossipDiscovery(
-            "run",
-            "evil:1",
-            transport,
-            join=[NAMES[0]],
-            identity=UnsignedIdentity(rng),
-            clock=virtual_time.clock,
-            rng=rng,
-        )
-        await transport.bind()
-        async with discovery:
-            while True:
-                await discovery.store(progress_key("run"), SLOW, msgpack.encode(items), virtual_time.clock() + 15.0)
-                await asyncio.sleep(5.0)
-
-    return announce
-
-
-@pytest.mark.parametrize("value", rest_is_long([1e6, *HOSTILE[1:]], 2), ids=repr)
-def test_a_step_rate_that_is_nonsense_changes_nothing_about_who_is_named(value: Any) -> None:
-    sites = simulated("local", times=TIMES, until=40.0, step_rate=value)
-    receipts = receipts_of(sites, NAMES[0])
-    assert receipts
-    assert all(one.last_to_arrive is not None and one.last_to_arrive.endpoint == SLOW for one in receipts)
-    announced = {one.step_rate for receipt in receipts for one in receipt.accounts if one.endpoint == SLOW}
-    assert announced == {1e6 if value == 1e6 else None}
-    assert rate_of(receipts, NAMES[0]) == pytest.approx(1 / STEP_SECONDS, rel=0.2)
 
 
 def averaging(swarm: Swarm, peers: Sequence[Peer], starts: Sequence[float]) -> list[Receipt]:

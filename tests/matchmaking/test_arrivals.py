@@ -47,12 +47,6 @@ def test_the_last_member_is_reported_with_the_seconds_after_the_one_before_it() 
     assert [arrivals.waited(name) for name in ALL] == pytest.approx([9.5, 9.4, 9.3, 0.5])
 
 
-def test_a_member_without_a_declaration_arrives_when_the_group_is_ready() -> None:
-    arrivals = observed()
-    assert arrivals.waited(LATE) == 0.0
-    assert named(arrivals.last(ALL, since=98.0)) == (LATE, pytest.approx(9.3))
-
-
 def test_a_small_delay_is_not_reported() -> None:
     arrivals = Arrivals(OWN, 100.0)
     arrivals.observe({}, 100.0)
@@ -63,13 +57,6 @@ def test_a_small_delay_is_not_reported() -> None:
     least = 109.5 - 8.8 / MIN_LATE_FRACTION
     assert arrivals.last(ALL, since=least + 1.0) is not None
     assert arrivals.last(ALL, since=least - 1.0) is None
-
-
-def test_only_members_for_which_the_group_waited_count() -> None:
-    arrivals = observed(LATE)
-    assert arrivals.last((OWN, A, B), since=98.0) is None
-    assert arrivals.last((LATE,), since=98.0) is None
-    assert arrivals.last((), since=98.0) is None
 
 
 def test_the_arrival_of_peers_that_were_already_looking_is_unknown() -> None:
@@ -125,15 +112,6 @@ def test_only_its_leader_knows_when_a_client_arrived() -> None:
     arrivals.add_request(CLIENT, 109.4)  # again, after the leader has renewed its declaration
     assert arrivals.waited(CLIENT) == pytest.approx(1.0)
     assert named(arrivals.last(members, since=98.0)) == (CLIENT, pytest.approx(8.3))
-
-
-def test_a_request_may_come_before_the_declaration() -> None:
-    arrivals = Arrivals(OWN, 100.0)
-    arrivals.add_request(A, 100.0)
-    arrivals.observe(looking(A, B), 100.1)
-    arrivals.set_ready(103.0)
-    assert arrivals.waited(A) == pytest.approx(3.0)
-    assert arrivals.waited(B) is None
 
 
 def test_a_member_is_not_reported_if_an_unknown_client_may_have_been_later() -> None:

@@ -112,25 +112,3 @@ def test_group_bits_follow_the_published_rule() -> None:
         assert next_group_bits("1", group, index, 8) == format(places[index], "03b")[-1:]
     assert group_key("run", "01") == "run.0b01"
     assert group_key("run", "") == "run.0b"
-
-
-@pytest.mark.parametrize(("size", "rounds"), [(2, 4), (3, 3), (4, 3), (8, 3)])
-def test_a_full_grid_reaches_the_exact_mean(size: int, rounds: int) -> None:
-    """d^k peers in groups of d: after k rounds the contribution of every peer has reached all peers."""
-    rng = random.Random(5)
-    digits = (size - 1).bit_length()
-    cells = [[(number // size**axis) % size for axis in range(rounds - 1)] for number in range(size**rounds)]
-    bits = ["".join(format(digit, f"0{digits}b") for digit in cell) for cell in cells]
-    reached = [{number} for number in range(len(bits))]
-    for _ in range(rounds):
-        groups: dict[str, list[int]] = {}
-        for number, key in enumerate(bits):
-            groups.setdefault(key, []).append(number)
-        for members in groups.values():
-            assert len(members) == size
-            group = Group(rng.randbytes(20), tuple(Member(f"h:{m + 1}") for m in members))
-            union = set().union(*(reached[m] for m in members))
-            for index, m in enumerate(members):
-                reached[m] = union
-                bits[m] = next_group_bits(bits[m], group, index, size)
-    assert all(len(peers) == size**rounds for peers in reached)

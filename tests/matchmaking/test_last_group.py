@@ -326,24 +326,3 @@ def test_the_last_leader_leads_again_only_if_a_search_would_find_the_same_group(
     assert not after_a_round().leader(entries | declared("d", looking=False), known, 1.0)
     assert not after_a_round().leader(entries, known | {"d"}, 1.0)
     assert not after_a_round().leader(entries | declared("c", until=6.0), known, 1.0)  # it waits for a new group
-
-
-def test_a_peer_outside_the_group_that_asked_in_vain_counts_once() -> None:
-    last = after_a_round("a")
-    last.note_asked("b")
-    assert not last.take_asked()
-    assert last.may_return("b")
-    last.note_asked("d")
-    assert not last.may_return("b")
-    assert last.take_asked()
-    assert not last.take_asked()
-
-
-def test_declarations_of_the_last_group_count_as_ended() -> None:
-    ended = declared("a", looking=False)["a"].value
-    last = after_a_round(at_end=declared("a", "b", "c", until=5.5))
-    entries = declared("a", "d", until=5.5)
-    assert last.read(entries)["a"].value == ended
-    assert last.read(entries)["d"].value != ended
-    assert last.read(entries, surely=True) == entries  # it may be of the next search: this peer may ask it
-    assert last.read(declared("a", until=5.6)) == declared("a", until=5.6)

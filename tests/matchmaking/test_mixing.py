@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.matchmaking.mixing import Failure, GroupBits, bits_rounds, grid_rounds
+from tests.matchmaking.mixing import GroupBits, bits_rounds, grid_rounds
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 
@@ -74,15 +74,3 @@ def test_matchmaking_leaves_alone_whom_the_model_leaves_alone(count: int) -> Non
     sizes = Counter(len(receipts[0].members) for receipts in swarm.simulate(swarm.average_together(peers)))
     assert sizes.pop(4) == count // 4 * 4
     assert sizes == {2: 2} if count % 4 == 2 else sizes == {0: 1}
-
-
-@pytest.mark.parametrize("failure", Failure)
-def test_only_a_peer_that_kept_its_key_leaves_somebody_alone_later(failure: Failure) -> None:
-    """It comes where a full group is due, and the place it left empty moves on through the grid: hence the rounds."""
-    peers = GroupBits(8, 3, seed=1)
-    peers.round(0.01, failure)
-    alone = []
-    for _ in range(5):
-        peers.round()
-        alone.append(peers.alone)
-    assert all(alone) if failure is Failure.PLACE else not any(alone)

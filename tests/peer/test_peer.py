@@ -279,19 +279,6 @@ def test_a_topic_has_a_name_that_discovery_can_carry(name: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_other_shapes_are_named_by_both_sides() -> None:
-    async with AsyncExitStack() as stack:
-        tensors = [
-            {"same": torch.zeros(1), "w": torch.zeros(2)},
-            {"same": torch.zeros(1), "w": torch.zeros(3)},
-        ]
-        peers = await swarm(stack, tensors, group_wait=1.0)
-        for receipt in await average(*peers):
-            assert receipt.outcome is Outcome.NO_GROUP
-            assert "tensor 'w' is float32[" in receipt.reason
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 async def test_nan_and_infinity_are_refused_before_anything_is_sent(value: float) -> None:
     async with AsyncExitStack() as stack:

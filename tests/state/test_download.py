@@ -244,22 +244,6 @@ def test_a_donor_leaves_nothing_out_for_an_odd_question(offset: int) -> None:
         assert list(pack(seal(state(1)), Resume(offset, fingerprint))) == list(pack(seal(state(1))))
 
 
-@pytest.mark.asyncio
-async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
-    messages = list(pack(seal(state(1))))
-    first = StateAssembler(SCHEMA)
-    for message in messages[:3]:
-        first.feed(message)
-    again = StateAssembler(SCHEMA, earlier=first.kept)
-    for message in messages:
-        again.feed(message)
-    found = again.finish()
-    assert equal(found, state(1))
-    old, new = ([reader.kept.tensors[key] for key in first.kept.tensors] for reader in (first, again))
-    assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
-    assert again.received == first.nbytes
-
-
 @dataclass
 class Slow(OneLane):
     """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
