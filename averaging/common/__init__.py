@@ -77,7 +77,6 @@ from averaging.common.options import (
     whole,
 )
 from averaging.common.proxies import (
-    PROXY_VARIABLE,
     check_proxy,
     chosen_proxy,
     ignored_proxies,
@@ -113,7 +112,6 @@ __all__ = [
     "GOSSIP",
     "MAX_NAMES",
     "PATH",
-    "PROXY_VARIABLE",
     "SECONDS",
     "SEED",
     "SWITCH",

@@ -11,7 +11,6 @@ from averaging.tensors.compression import (
     Raw,
     codec_of,
     decode,
-    decode_as,
     decode_slices,
     decoder,
     encode,
@@ -47,9 +46,7 @@ from averaging.tensors.shared_tensors import (
     sharing_memory,
 )
 from averaging.tensors.sparse import (
-    BLOCK_ELEMENTS,
     BlockLayout,
-    BlockRun,
     Contribution,
     EncodedUnion,
     SparsePart,
@@ -69,19 +66,16 @@ from averaging.tensors.staging import (
     finish,
     host_memory,
     is_on_device,
-    on_cpu,
     sent,
 )
 
 __all__ = [
     "AVERAGED_DTYPES",
-    "BLOCK_ELEMENTS",
     "DTYPES",
     "OBJECTS_AT_ONCE",
     "STATE_DTYPES",
     "WEIGHT_DTYPES",
     "BlockLayout",
-    "BlockRun",
     "Codec",
     "Contribution",
     "EncodedUnion",
@@ -105,7 +99,6 @@ __all__ = [
     "copy_to_cpu",
     "copy_to_host",
     "decode",
-    "decode_as",
     "decode_slices",
     "decode_top_k",
     "decode_union",
@@ -126,7 +119,6 @@ __all__ = [
     "nbytes_of",
     "objection_to",
     "offload",
-    "on_cpu",
     "pieces_of",
     "sent",
     "sharing_memory",

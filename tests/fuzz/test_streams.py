@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
@@ -13,22 +13,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from averaging import Outcome, Peer
 from averaging.allreduce.round import Prepare
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
-from averaging.matchmaking.rules import pack_looking
-from averaging.protocol.group import Member, Mode, ReplyForm, pack_gather
-from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.protocol.group import Member, ReplyForm
+from averaging.protocol.messages import AveragingData, DownloadData, MessageCode, Resume
 from averaging.state.assembler import StateAssembler
 from averaging.state.downloads import download
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
-from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
+from tests.fuzz.material import averaging_data, states
 from tests.support.fake_transport import OneLane
 from tests.support.rounds import STALL_TIMEOUT, Simulation
 from tests.support.selection import examples, rest_is_long
-from tests.support.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SOME = settings(max_examples=examples(100), suppress_health_check=SLOW)
@@ -134,111 +131,6 @@ def test_a_round_with_a_hostile_member(reply: ReplyForm, parts: list[Plan], answ
     for name in ("peer:1", "peer:2"):
         assert {lost.endpoint for lost in simulation.results[name].dropped} <= {"peer:3"}
         assert all(torch.isfinite(tensor).all() for tensor in simulation.tensors[name])
-
-
-class HostileLeader:
-    """Answers join requests with drawn messages."""
-
-    def __init__(self, plans: list[Plan]) -> None:
-        self._script = Script(plans)
-        self.asked = 0
-
-    async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        self.asked += 1
-        async with aclosing(self._script.play()) as messages:
-            async for message in messages:
-                yield message
-
-    async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for _ in messages:
-            yield AveragingData(MessageCode.AVERAGED_PART)
-
-    def get_schema(self) -> Schema:
-        raise CallRefusedError("peer:3", "refused")
-
-
-names = st.sampled_from(["peer:3", "peer:3", "peer:1", "peer:1", "peer:2", *ENDPOINTS])
-SOUND_GATHER = pack_gather(1.0, None, Mode.NODE)
-LEADERS = st.builds(
-    MessageFromLeader,
-    code=st.sampled_from([MessageCode.ACCEPTED, MessageCode.BEGIN_ALLREDUCE, *MessageCode]),
-    group_id=st.binary(max_size=20),
-    suggested_leader=names,
-    ordered_group_endpoints=st.lists(names, max_size=3).map(tuple),
-    gathered=st.lists(st.one_of(st.just(SOUND_GATHER), packed), max_size=3).map(tuple),
-)
-
-
-@settings(SOME, max_examples=examples(80))
-@given(plans(LEADERS, 3))
-def test_a_hostile_leader(answers: list[Plan]) -> None:
-    swarm = Swarm(1)
-    peers = [
-        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, group_wait=3.0, round_timeout=12.0)
-        for n in range(2)
-    ]
-    hostile = HostileLeader(answers)
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            leader = swarm.network.transport("peer:3")
-            await leader.serve(cast(Any, hostile), None)
-            for _ in range(2):
-                now = virtual_time.clock()
-                await peers[0].discovery.store("run.0b", "peer:3", pack_looking(True), now + 1.0)
-                async with asyncio.timeout(3 * 12.0):
-                    for receipt in await asyncio.gather(*(peer.average() for peer in peers)):
-                        assert receipt.outcome in Outcome
-            assert hostile.asked
-            assert all(torch.isfinite(tensor).all() for peer in peers for tensor in peer._tensors.tensors)
-
-    swarm.simulate(main())
-
-
-@settings(SOME, max_examples=examples(80))
-@given(
-    st.lists(
-        st.builds(
-            JoinRequest,
-            endpoint=st.sampled_from(ENDPOINTS),
-            schema_hash=st.sampled_from([b"", b"x", b"hash"]),
-            expiration=st.floats(),
-            gather=packed,
-            client_mode=st.booleans(),
-        ),
-        max_size=6,
-    )
-)
-def test_hostile_followers(requests: list[JoinRequest]) -> None:
-    swarm = Swarm(2)
-    peers: list[Peer] = [
-        swarm.peer(f"peer:{n + 1}", [torch.full((3,), float(n))], group_size=2, group_wait=3.0, round_timeout=9.0)
-        for n in range(2)
-    ]
-    codes: list[MessageCode] = []
-
-    async def ask(request: JoinRequest) -> None:
-        stranger = swarm.network.transport("stranger:1")
-        try:
-            async with aclosing(stranger.join_group("peer:1", request)) as answers:
-                codes.extend([answer.code async for answer in answers])
-        except AveragingError:
-            return
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            asking = asyncio.gather(*map(ask, requests))
-            receipts = await asyncio.gather(*(peer.average() for peer in peers))
-            assert {receipt.outcome for receipt in receipts} == {Outcome.AVERAGED}
-            await asking
-            assert peers[0].excluded == {}  # any peer could have used these names
-
-    swarm.simulate(main())
-    assert MessageCode.ACCEPTED not in codes  # none has the hash of the schema
 
 
 SOUND = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, {"step": 1}))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import suppress
 
 from averaging.common import HostQuota, parse_address
 from averaging.errors import AveragingError, BusyError, ListenError, ProtocolViolationError
@@ -50,7 +49,6 @@ class Listener:
     def start(self, service: AveragingService) -> None:
         self._service = service
         for listening in self._sockets:
-            listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
 
     def grant(self, ticket: bytes, admission: Admission) -> None:
@@ -168,7 +166,7 @@ def normalized(address: str) -> str:
 
 
 def _listening(address: str) -> list[socket.socket]:
-    """Binds every address of a host to one port, without listening yet."""
+    """Listens at one port of every address of a host. Nothing is accepted yet."""
     host, port = parse_address(address)
     bound: list[socket.socket] = []
     failure: OSError | None = None
@@ -176,21 +174,13 @@ def _listening(address: str) -> list[socket.socket]:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ListenError(f"cannot listen on {address} (direct_listen): {error}") from None
-    for family, kind, protocol, _, where in addresses:
-        listening = socket.socket(family, kind, protocol)
+    for family, *_, where in addresses:
+        chosen = bound[0].getsockname()[1] if bound else port
         try:
-            listening.setblocking(False)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                with suppress(OSError):
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            chosen = bound[0].getsockname()[1] if bound else port
-            listening.bind((where[0], chosen, *where[2:]))
+            bound.append(socket.create_server((where[0], chosen, *where[2:]), family=family, backlog=BACKLOG))
+            bound[-1].setblocking(False)
         except OSError as error:
             failure = error
-            listening.close()
-        else:
-            bound.append(listening)
     if not bound:
         reason = failure.strerror if failure else "no such address"
         raise ListenError(f"cannot listen on {address} (direct_listen): {reason}; choose another port, or port 0")
