@@ -11,6 +11,7 @@ import contextvars
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -141,8 +142,9 @@ def scripted(seed: int, clock: Callable[[], float] = virtual_time.clock) -> Iter
     rng = random.Random(seed)
     clocks = SimpleNamespace(time=clock, monotonic=lambda: asyncio.get_running_loop().time())
 
-    def make_peer(*args: Any, **options: Any) -> Peer:
-        return Peer(*args, context=PeerContext(clock=clock, rng=random.Random(rng.getrandbits(64))), **options)
+    def make_peer(*args: Any, context: PeerContext, **options: Any) -> Peer:
+        inside = replace(context, clock=clock, rng=random.Random(rng.getrandbits(64)))
+        return Peer(*args, context=inside, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.averager.EventLoopThread", ScriptThread)
