@@ -49,14 +49,7 @@ class ShardReducer:
         self._completed = 0
 
     def add(self, sender: str, values: Any, *, spare: bool = False) -> None:
-        """Adds the next part of `sender`.
-
-        Args:
-            sender: a name in `weights` that has not been dropped.
-            values: of the part's size, as its reducer takes them, such as a 1-D tensor of any floating-point
-                dtype. The reducer may keep a reference until the part is finished, so the caller must not write to it.
-                The reducer does not write to it either, unless it is spare.
-            spare: whether it may be overwritten and become the average.
+        """Adds the next part of a sender that has not been dropped; see `AnyReducer` for `values` and `spare`.
 
         Raises:
             ProtocolViolationError: the shape is wrong, or the shard has no further part.
@@ -83,16 +76,12 @@ class ShardReducer:
         return complete
 
     def finish(self, number: int, local: Any, local_weight: float) -> Any:
-        """Returns the average of a complete part and releases it.
+        """Returns the average of a complete part, and releases it; None if no member with a weight above 0 contributed.
 
         Args:
             number: the part, from `take_complete`.
             local: this member's own contribution, like those of others; None if it has none.
             local_weight: its weight.
-
-        Returns:
-            What the reducer of the part returns, such as a 1-D tensor of float32 or float64; None if no member with a
-            weight above 0 contributed.
         """
         if local is not None:
             self._add(number, local, local_weight, len(self._places))
@@ -228,15 +217,12 @@ class RobustReducer:
 
 
 def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """One robust aggregate of a part.
+    """One robust aggregate of a part, 1-D, in the widest dtype of `values`.
 
     Args:
         aggregation: any rule but the mean.
-        values: one tensor per contributing member, at least one: 1-D, of one size, float32 or float64.
-        weights: the weights of those members, above 0.
-
-    Returns:
-        1-D, in the widest dtype of `values`.
+        values: one tensor per contributing member: 1-D, of one size, float32 or float64.
+        weights: of those members, above 0.
     """
     counted = cap_weights(weights)
     if aggregation.kind is AggregationKind.MEDIAN:

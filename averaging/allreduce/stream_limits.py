@@ -195,11 +195,7 @@ class WaitMonitor:
     ) -> StreamWait:
         """The wait for a member in a phase, which replaces an earlier one and has not begun yet.
 
-        Args:
-            name: the member that is waited for.
-            phase: what it must do.
-            overdue: called once if the deadline passes.
-            deadline: None: the learned one.
+        Its deadline is the learned one if None is given.
         """
         wait = self._waits[name, phase] = StreamWait(self._clock, deadline or self.deadline(name, phase), overdue)
         return wait

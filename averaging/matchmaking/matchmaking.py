@@ -121,17 +121,9 @@ class Matchmaking:
         quorum: Quorum | None = None,
         follows: bool = False,
     ) -> Group:
-        """Looks for a group.
+        """Looks for a group until `deadline`, in seconds since the epoch; see `LeaderCandidate` for the other options.
 
-        Args:
-            gather: what the other members receive about this peer, packed.
-            deadline: when to give up, in seconds since the epoch; time in which this peer stood still does not count.
-            target_contributors: number of contributing members with which a group that this peer leads begins at once,
-                if it has `min_group_size` members. If None, it begins at once with `group_size` members only.
-            arrivals: notes when the other peers began to look, if given.
-            quorum: when a group that this peer leads begins although it is not complete. If None, once its declaration
-                expires, with `min_group_size` members.
-            follows: whether this peer only follows others that lead.
+        The other members receive `gather` about this peer, packed. `arrivals` notes when the other peers began to look.
 
         Raises:
             NoGroupError: no group was found in time, or all other peers under the key average other tensors.

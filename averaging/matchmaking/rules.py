@@ -306,16 +306,8 @@ def candidates(
 ) -> tuple[list[Declaration], float | None]:
     """The peers to ask now: those whose declarations come before `own`, without those that have just refused.
 
-    They are ordered by standing, and those of one standing by declaration.
-
-    Args:
-        own: the declaration of the peer that asks.
-        entries: the declarations under the key.
-        refusals: the last refusal of each peer in this search.
-        now: the time in seconds since the epoch.
-        standing: the standing of each peer, from earlier requests.
-        excluded: peers that are not asked.
-        deserters_from: when deserters may be asked too.
+    They are ordered by standing, and those of one standing by declaration. Deserters may be asked from `deserters_from`
+    on; times are in seconds since the epoch.
 
     Returns:
         The peers and, if there is none, when to look again at the latest; None if only at a change.

@@ -347,12 +347,7 @@ class SearchDeadline:
     """The deadline of one search.
 
     It is a moment of the wall clock, since other peers go by such moments too. A clock that is set moves it by
-    `rules.CLOCK_TOLERANCE` at most. Seconds in which this peer itself stood still do not count.
-
-    Args:
-        deadline: deadline in seconds since the epoch.
-        clock: seconds since the epoch.
-        searched: fair seconds since now, see `FairClock`.
+    `rules.CLOCK_TOLERANCE` at most, and `searched` counts no seconds in which this peer itself stood still.
     """
 
     def __init__(self, deadline: float, clock: Callable[[], float], searched: Callable[[], float]) -> None:

@@ -65,6 +65,9 @@ class Peer(InProcess):
         options: see `PeerConfig`.
 
     Attributes:
+        run_id: the id of its run.
+        tensor_names: the names of its tensors.
+        own_tensors: its tensors, without their lock: for a thread that knows that no round writes them.
         catching_up: why this peer is not ready although it has joined its run, for /readyz; empty if it is. Whoever
             makes it take over the state of the run sets it.
         further_state_bytes: bytes that a state may have beyond the default limit, see `largest_state`; set by an
@@ -88,7 +91,9 @@ class Peer(InProcess):
     ) -> None:
         self.config = configure(config, run_id, options)
         self._context = context = context or PeerContext()
+        self.run_id = self.config.run_id
         self._tensors = SharedTensors(tensors)
+        self.tensor_names, self.own_tensors = self._tensors.names, self._tensors.tensors
         self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema
         shared = self.config.share_state and self.config.mode is not Mode.CLIENT
@@ -151,21 +156,6 @@ class Peer(InProcess):
     def leaves(self) -> bool:
         """Whether its owner has asked it to leave; the average in progress is the last one."""
         return self._lifecycle.control.departure.asked.is_set()
-
-    @property
-    def run_id(self) -> str:
-        """The id of its run."""
-        return self.config.run_id
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """The names of its tensors."""
-        return self._tensors.names
-
-    @property
-    def own_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Its tensors, without their lock: for a thread that knows that no round writes them."""
-        return self._tensors.tensors
 
     @property
     def endpoint(self) -> str:
@@ -352,23 +342,13 @@ class Peer(InProcess):
             ClosedError: the peer is not running, or was closed meanwhile.
         """
         running, topic = self._entered, topic or self._own
-        gathered = self._gathered(check_weight(options.get("weight", 1.0)), options.get("gather"), options.get("drift"))
+        weight = check_weight(options.get("weight", 1.0))
+        gathered = _gathered(self.config, weight, options.get("gather"), options.get("drift"))
         receipt = await running.rounds.average(topic, gathered, options)
         if topic.commits and receipt.averaged:
             running.donors.declaration.changed()
         logger.info("%s", receipt)
         return receipt
-
-    def _gathered(self, weight: float, gather: Any, drift: DriftCheck | None) -> bytes:
-        """What this peer tells its group: the fingerprint too, if there is room beside the application's `gather`."""
-        bandwidth, mode = self.config.bandwidth, self.config.mode
-        if drift is not None:
-            with suppress(ValueError):
-                return pack_gather(weight, bandwidth, mode, attach(gather, drift.own))
-        try:
-            return pack_gather(weight, bandwidth, mode, gather)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
     async def check_division(self) -> None:
         """Checks that the known peers of the run divide the model into shards as this peer's site does.
@@ -459,3 +439,14 @@ class Peer(InProcess):
         if self._running is None:
             raise ClosedError(f"{self!r}; use it inside `async with`")
         return self._running
+
+
+def _gathered(config: PeerConfig, weight: float, gather: Any, drift: DriftCheck | None) -> bytes:
+    """What a peer tells its group: the fingerprint too, if there is room beside the application's `gather`."""
+    if drift is not None:
+        with suppress(ValueError):
+            return pack_gather(weight, config.bandwidth, config.mode, attach(gather, drift.own))
+    try:
+        return pack_gather(weight, config.bandwidth, config.mode, gather)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -22,23 +22,12 @@ if TYPE_CHECKING:
 
 
 class PeerMetrics:
-    """Measures one peer.
-
-    Args:
-        config: options of the peer.
-        credentials: its certificate, if any.
-        not_ready: returns why the peer is not ready; empty if it is. Called in any thread.
-        clock: seconds since the epoch.
-
-    Attributes:
-        service: the serving side of the peer; None before it listens.
-        listener: for Prometheus and probes.
-    """
+    """Measures one peer; `not_ready` says why it is not ready, and is called in any thread."""
 
     def __init__(
         self, config: PeerConfig, credentials: Credentials, not_ready: Callable[[], str], clock: Callable[[], float]
     ) -> None:
-        self.service: PeerService | None = None
+        self.service: PeerService | None = None  # before the peer listens
         self._certificate, self._not_ready, self._clock = certificate_samples(credentials), not_ready, clock
         self._durations: dict[tuple[str, ...], Distribution] = {}  # of phases of rounds, by name
         self._last_average: float | None = None

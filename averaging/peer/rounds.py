@@ -96,14 +96,7 @@ class _NotAveragedError(Exception):
 
 
 class Rounds:
-    """Runs the rounds of one peer, one at a time.
-
-    Args:
-        service: knows the present matchmaking and all-reduce, since requests of other peers reach it.
-
-    Attributes:
-        conduct: conduct of the other peers, in all topics.
-    """
+    """Runs the rounds of one peer, one at a time."""
 
     def __init__(
         self,
@@ -131,7 +124,7 @@ class Rounds:
         self._idle = asyncio.Event()  # there is none
         self._idle.set()
         self._drained = False
-        self.conduct = Conduct(service.deadlines)
+        self.conduct = Conduct(service.deadlines)  # of the other peers, in all topics
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema, kept for later rounds if `lasting`."""

@@ -114,19 +114,12 @@ AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SparseInputs:
-    """What a peer sends in one round with `top_k`.
+    """What a peer sends in one round with `top_k`; by number of the tensor, flat, in tile order."""
 
-    Attributes:
-        base: the residuals before the round.
-        exact: `decay * residual + change` by number of the tensor; flat, in tile order.
-        sparse: what is sent of it.
-        change: norm of the change.
-    """
-
-    base: Mapping[int, torch.Tensor]
-    exact: Mapping[int, torch.Tensor]
-    sparse: Mapping[int, SparseTensor]
-    change: float
+    base: Mapping[int, torch.Tensor]  # the residuals before the round
+    exact: Mapping[int, torch.Tensor]  # `decay * residual + change`
+    sparse: Mapping[int, SparseTensor]  # what is sent of it
+    change: float  # norm of the change
 
 
 class SparseFeedback:
@@ -303,22 +296,13 @@ class TopicOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Tensors that are averaged together.
+    """Tensors that are averaged together."""
 
-    Attributes:
-        tensors: tensors under the peer's lock.
-        schema: schema of the tensors, with the topic's name; empty for the peer's own tensors.
-        adopt: how the result is written.
-        commits: whether the result is a new version of the downloadable state.
-        feedback: errors of a lossy codec so far, or with `TOP_K` what was not sent; None without error feedback, and
-            with deltas.
-    """
-
-    tensors: SharedTensors
-    schema: Schema
-    adopt: Adopt
-    commits: bool
-    feedback: ErrorFeedback | SparseFeedback | None
+    tensors: SharedTensors  # under the peer's lock
+    schema: Schema  # with the topic's name, which is empty for the peer's own tensors
+    adopt: Adopt  # how the result is written
+    commits: bool  # whether the result is a new version of the downloadable state
+    feedback: ErrorFeedback | SparseFeedback | None  # None without error feedback, and with deltas
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
         """A copy that does not compress the tensors of these names; for topics that were not averaged yet."""
@@ -360,12 +344,7 @@ class Topic:
 
 
 def make_topic(config: PeerConfig, tensors: SharedTensors, name: str = "", **options: Unpack[TopicOptions]) -> Topic:
-    """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic` and `TopicOptions`.
-
-    Raises:
-        ConfigError: `adopt` or `compression` is invalid.
-        TensorError: a tensor cannot be averaged.
-    """
+    """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic`."""
     adopt = options.get("adopt", Adopt.AVERAGE)
     compression, top_k = options.get("compression"), options.get("top_k")
     error_feedback = options.get("error_feedback", False)
