@@ -14,9 +14,8 @@ import torch
 
 from averaging import Peer
 from averaging.errors import CallRefusedError, PeerUnreachableError
-from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS
+from averaging.peer.service import DOWNLOADS_PER_HOST
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
-from averaging.state.downloads import download
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -31,7 +30,6 @@ from tests.support.grpc_fakes import (
     serving,
     until,
 )
-from tests.support.listening import listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -223,57 +221,6 @@ async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatc
             waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
         assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
         await second.aclose()
-
-
-@asynccontextmanager
-async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
-    """An endpoint on 127.0.0.1 that leads to another one, whose peer sees calls from `host`."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        where, _, port = endpoint.rpartition(":")
-        there, back = await asyncio.open_connection(where, int(port), local_addr=(host, 0))
-        ways = [asyncio.create_task(pass_on(*ends)) for ends in ((reader, back), (there, writer))]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            back.transport.abort()  # at once: another cancellation may come at the next await
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-
-    async with listening(handle) as address:
-        yield address
-
-
-@pytest.mark.asyncio
-async def test_one_host_s_idle_downloads_keep_no_other_from_the_state() -> None:
-    large = torch.arange(64 << 18, dtype=torch.float32)  # 64 MiB, more than fits on the way
-    async with (
-        Peer({"w": large}, run_id="run", stall_timeout=3600.0) as peer,  # nobody who waits is sent away
-        called_from("127.0.0.2", peer.endpoint) as other_host,
-        AsyncExitStack() as stack,
-    ):
-        # Several connections, and each leaves what comes unread.
-        callers = [await stack.enter_async_context(client(limit=32 << 20)) for _ in range(4)]
-        idle = [callers[number % 4].download_state(peer.endpoint) for number in range(MAX_DOWNLOADS)]
-        asked = [asyncio.ensure_future(anext(one)) for one in idle]
-        async with asyncio.timeout(PATIENCE):
-            while sum(one.done() for one in asked) < DOWNLOADS_PER_HOST:
-                await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
-        honest = await stack.enter_async_context(client(limit=32 << 20))
-        state, _ = await download(honest, [other_host], peer.schema, silence=PATIENCE)
-        assert torch.equal(state.tensors["w"], large)
-        assert sum(one.done() for one in asked) == DOWNLOADS_PER_HOST
-        for one in asked:
-            one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-        for call in idle:
-            await call.aclose()
 
 
 @pytest.mark.asyncio

@@ -221,7 +221,6 @@ class RpcChannel:
     Args:
         endpoint: `host:port` of the server.
         credentials: Certificates and tokens, see `read_credentials`.
-        max_message_bytes: Maximum size of a message.
         named_by_peer: Whether another peer and not the user has named the endpoint. Addresses at which no peer can be,
             such as link-local ones, are not dialled then.
         loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
@@ -237,7 +236,6 @@ class RpcChannel:
         endpoint: str,
         *,
         credentials: Credentials | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
         named_by_peer: bool = False,
         loopback: bool = False,
         certified_host: str | None = None,
@@ -248,7 +246,7 @@ class RpcChannel:
         self.endpoint = endpoint
         names = {endpoint: certified_host} if certified_host else {}
         dialling = Dialling(() if named_by_peer else (endpoint,), loopback=loopback, names=names)
-        self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling, proxy=proxy)
+        self._channels = Channels(MAX_MESSAGE_BYTES, credentials=credentials, dialling=dialling, proxy=proxy)
 
     async def __aenter__(self) -> Self:
         return self
