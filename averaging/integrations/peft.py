@@ -240,9 +240,7 @@ class LoRAAveraging(LockstepStrategy):
         training.peer.further_state_bytes = sum(correction.state_bytes for correction in self._corrections)
 
     def _check(self, training: StrategyContext) -> None:
-        if training.parts.model is None or all(
-            module is not self._model for module in training.parts.model.model.modules()
-        ):
+        if (given := training.parts.model) is None or all(one is not self._model for one in given.model.modules()):
             raise ConfigError("give the averager model=model with the peft model of LoRAAveraging")
         if training.site.size > 1:
             raise ConfigError("LoRAAveraging works with one process for each peer; leave out process_group")

@@ -2,13 +2,13 @@
 
 Read in this order: `context` (what a strategy works with), `named_tensors`, `training_state` and `optimizer_state`
 (what travels), `history` (how far a run is) and `standing` (whose history counts), `control_group` and `site` (several
-ranks that are one peer), `announcements`, `data_records` and `takeover` (what comes from other peers).
+ranks that are one peer), `announcements` and `takeover` (what comes from other peers).
 `parameter_copies` is about optimizers that hold further weights, `fingerprints` about drift.
 """
 
+from averaging.training.announcements import DataRecords
 from averaging.training.context import StrategyContext
 from averaging.training.control_group import ControlGroup, ranks_of
-from averaging.training.data_records import DataRecords
 from averaging.training.history import (
     TRAIL,
     History,

@@ -18,6 +18,7 @@ from averaging.common import EventLoopThread
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
 from averaging.receipts import DriftCheck, Outcome, Receipt
 from averaging.training.announcements import Announcements
+from averaging.training.counts import Pace, RoundWeight
 from averaging.training.fingerprints import DriftMonitor, fingerprint_of, tolerance_of
 from averaging.training.history import still_training
 from averaging.training.layout import as_divided, clip, local
@@ -30,9 +31,7 @@ from averaging.training.named_tensors import (
     without_counters,
 )
 from averaging.training.optimizer_state import GroupProgress
-from averaging.training.pace import Pace
 from averaging.training.parameter_copies import ITERATE, NamedMasters, ParameterCopies, WeightModes
-from averaging.training.round_weight import RoundWeight
 from averaging.training.site import Site
 from averaging.training.standing import HistoryStanding
 from averaging.training.takeover import (

@@ -143,16 +143,7 @@ class History:
 
     def pack_trail(self) -> bytes:
         """Packs the end of the trail, for a record or a state."""
-        packed = b""
-        for lineage in reversed(self.trail[-TRAIL:]):
-            try:
-                raw = bytes.fromhex(lineage)
-            except ValueError:
-                raw = b""
-            if len(raw) != LINEAGE_BYTES:  # of another version, or of a peer that made it up
-                break
-            packed = raw + packed
-        return packed
+        return b"".join(map(bytes.fromhex, self.trail[-TRAIL:]))
 
     @classmethod
     def unpack(cls, packed: object, trail: object = b"") -> History:

@@ -54,7 +54,7 @@ class _Proposal:
     """The result of one shard's round, which is not adopted yet."""
 
     group_id: bytes
-    rounds: Mapping[str, int | None]
+    rounds: Mapping[str, int]  # the sites in the group, and which round of each it was
 
 
 class PendingRound:
@@ -131,7 +131,7 @@ class PendingRound:
 
     async def confirm(self, group: Group) -> str:
         """Called by the round with its group, once it has a result: see `Peer.average`."""
-        rounds = dict(_round_in(member.user) or (member.endpoint, None) for member in group.members)
+        rounds = dict(_round_in(member.user) or (member.endpoint, 0) for member in group.members)
         self._verdict = asyncio.get_running_loop().create_future()
         self._proposal.set_result(_Proposal(group.public_id, rounds))
         return await self._verdict
@@ -206,14 +206,14 @@ def _of_all_shards(pending: PendingRound, thread: EventLoopThread) -> Receipt:
 
 def _why_not(proposals: Mapping[int, _Proposal | str | Exception]) -> tuple[str, frozenset[int]]:
     """Why the results of the shards are not adopted, and the shards that have met the older round of another site."""
-    rounds: dict[int, Mapping[str, int | None]] = {}
+    rounds: dict[int, Mapping[str, int]] = {}
     for shard, proposal in proposals.items():
         if not isinstance(proposal, _Proposal):
             return f"shard {shard} of this site was not averaged: {proposal}", frozenset()
         rounds[shard] = proposal.rounds
     if len({frozenset(met) for met in rounds.values()}) > 1:
         return "the shards of this site found groups of different sites", frozenset()
-    last = {site: max(met[site] or 0 for met in rounds.values()) for met in rounds.values() for site in met}
+    last = {site: max(met[site] for met in rounds.values()) for met in rounds.values() for site in met}
     differing = sorted(site for site in last if len({met[site] for met in rounds.values()}) > 1)
     late = frozenset(shard for shard, met in rounds.items() if any(met[site] != last[site] for site in differing))
     return f"the shards of this site met different rounds of {listed(differing)}" if differing else "", late
@@ -223,13 +223,11 @@ def wrapped(site: str, number: int, user: Any) -> dict[str, Any]:
     return {"site": site, "round": number, "user": user}
 
 
-def _round_in(gathered: Any) -> tuple[str, int | None] | None:
+def _round_in(gathered: Any) -> tuple[str, int] | None:
     """The name of a member's site, and which of its rounds this is; None if it names no site."""
     match gathered:
         case {"site": str(site), "round": number} if is_count(number):
             return site, number
-        case {"site": str(site)}:
-            return site, None
     return None
 
 
@@ -261,16 +259,6 @@ class SharedState(Protocol):
     def take_over(self, state: State) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a shard's state comes from, and which one it is: equal for all shards of one state."""
-
-    donor: str
-    version: int
-    local_step: int
-    history: str
-
-
 class StateTakeover:
     """Downloads the state of the run, and takes it over at all ranks of a site."""
 
@@ -293,21 +281,6 @@ class StateTakeover:
     async def _download(
         self, fetch: BackgroundDownload, check: Callable[[Mapping[str, Any]], None] | None
     ) -> FetchedState:
-        try:
-            return await self._fetched(fetch, check)
-        finally:
-            fetch.started.set()
-            fetch.ended.set()
-
-    async def _fetched(
-        self, fetch: BackgroundDownload, check: Callable[[Mapping[str, Any]], None] | None
-    ) -> FetchedState:
-        shard = self._peer.shard
-        donors = list(fetch.donors) if shard is None else await shard.endpoints_of(fetch.donors)
-        if check is not None:  # a peer that announces much may offer nothing
-            offering = {name for _, name in self._peer.donors}
-            donors = [name for name in donors if name in offering]
-
         def started(user: Mapping[str, Any]) -> None:
             self._state.check(user)
             if check is not None:
@@ -315,7 +288,13 @@ class StateTakeover:
             fetch.delivering = True
             fetch.started.set()
 
-        fetched = await self._peer.fetch_state(donors, started)
+        try:
+            shard = self._peer.shard
+            donors = list(fetch.donors) if shard is None else await shard.endpoints_of(fetch.donors)
+            fetched = await self._peer.fetch_state(donors, started)
+        finally:
+            fetch.started.set()
+            fetch.ended.set()
         size = sum(tensor.nbytes for tensor in fetched.state.tensors.values())
         self.rate = size / max(1e-3, self._clock() - fetch.began)
         return fetched
@@ -379,7 +358,7 @@ class StateTakeover:
     def _of_one_version(self, fetch: BackgroundDownload) -> BackgroundDownload:
         """The download of this rank, once the downloads of all shards are parts of one state."""
 
-        def source() -> _Source | None:
+        def source() -> tuple[str, int, int, str] | None:
             return self._source(self._thread.wait(fetch.result)) if self._site.owns else None
 
         # The donor's shards are downloaded one after the other, and a round may end between two of them.
@@ -387,18 +366,19 @@ class StateTakeover:
             sources = [origin for origin in self._site.all_gather(source) if origin is not None]
             if len(set(sources)) == 1:
                 return fetch
-            fetch = self.fetch([sources[0].donor])
+            fetch = self.fetch([sources[0][0]])
         raise StateError(
-            f"the shards of {sources[0].donor} were parts of different states in {ATTEMPTS} attempts: it averages "
+            f"the shards of {sources[0][0]} were parts of different states in {ATTEMPTS} attempts: it averages "
             "faster than this site downloads"
         )
 
-    def _source(self, fetched: FetchedState) -> _Source:
+    def _source(self, fetched: FetchedState) -> tuple[str, int, int, str]:
+        """The donor's site, and which state it is: equal for all shards of one state."""
         names, user = self._peer.shard, fetched.state.user
         donor = fetched.donor if names is None else names.site_of(fetched.donor) or fetched.donor
         strategy = user.get("strategy")
         history = strategy.get("history") if isinstance(strategy, dict) else None
-        return _Source(donor, fetched.state.version, user.get("local_step", 0), str(history))
+        return donor, fetched.state.version, user.get("local_step", 0), str(history)
 
     def _write_all(self, fetch: BackgroundDownload) -> None:
         ends = of_each_shard(self._site, lambda: self._write(fetch))

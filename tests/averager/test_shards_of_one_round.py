@@ -76,22 +76,16 @@ def receipts(*groups: Sent | list[Sent]) -> list[Receipt]:
         return list(ranks.map(train, range(2)))
 
 
-def group(**numbers: int | None) -> dict[str, Any]:
-    """What the members have sent: the number of their round, or that of an older version."""
+def group(**numbers: int) -> dict[str, Any]:
+    """What the members have sent with the numbers of their rounds."""
     names = {"home": HOME, "other": OTHER, "third": THIRD}
-    return {
-        names[name]: {"site": names[name], "user": {"samples": 8}}
-        if number is None
-        else wrapped(names[name], number, {"samples": 8})
-        for name, number in numbers.items()
-    }
+    return {names[name]: wrapped(names[name], number, {"samples": 8}) for name, number in numbers.items()}
 
 
 def test_shards_that_met_the_same_rounds_adopt_them() -> None:
-    for other in (3, None):
-        both = receipts(group(home=7, other=other), group(home=7, other=other))
-        assert [receipt.averaged for receipt in both] == [True, True]
-        assert both[0].gathered == {HOME: {"samples": 8}, OTHER: {"samples": 8}}
+    both = receipts(group(home=7, other=3), group(home=7, other=3))
+    assert [receipt.averaged for receipt in both] == [True, True]
+    assert both[0].gathered == {HOME: {"samples": 8}, OTHER: {"samples": 8}}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,6 @@ def test_shards_that_met_the_same_rounds_adopt_them() -> None:
     [
         ([group(home=7, other=number) for number in (1, 2, 3)], group(home=7, other=4), f"different rounds of {OTHER}"),
         ([group(home=7, other=3), group(home=7, other=5)], group(home=7, other=4), "shard 1 of this site was not"),
-        ([group(home=7, other=None)] * 3, group(home=7, other=4), f"met different rounds of {OTHER}"),
         ([group(home=7, other=3)], group(home=7, other=4), "nobody came"),
         (group(home=7, other=3), group(home=7, third=3), "found groups of different sites"),
         (group(home=7, other=3), None, "shard 1 of this site was not averaged: nobody came"),
@@ -122,10 +115,3 @@ def test_a_shard_that_met_an_older_round_meets_the_next_one(ranks: tuple[int, in
     both = receipts(found[0], found[1])
     assert [receipt.averaged for receipt in both] == [True, True]
     assert all(receipt.averaged for receipt in receipts(late, [group(home=7, other=2), group(home=7, other=4)]))
-
-
-@pytest.mark.parametrize("number", [-1, 1.5, "7", None, [], 2**80, True])
-def test_a_malformed_number_is_that_of_an_older_version(number: object) -> None:
-    sent = group(home=7, other=None)
-    odd = {**sent, OTHER: {"site": OTHER, "round": number, "user": {"samples": 8}}}
-    assert all(receipt.averaged for receipt in receipts(odd, sent))
