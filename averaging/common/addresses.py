@@ -117,14 +117,13 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
 
 
-def member_of(endpoint: str, holder: str) -> str:
-    """What a peer counts as where members are counted: its certificate (`holder`), or else its host; empty for none.
+def member_of(endpoint: str) -> str:
+    """The host of a peer, where members are counted; empty for a client, whose host is unknown, which does not count.
 
-    All loopback addresses are one host, and so is an IPv6 network of 64 bits that is not link-local. A client without a
-    certificate, whose host is unknown, does not count.
+    All loopback addresses are one host, and so is an IPv6 network of 64 bits that is not link-local.
     """
-    if holder or not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
-        return holder
+    if not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
+        return ""
     host = parse_address(endpoint)[0]
     if is_loopback(host):
         return "localhost"

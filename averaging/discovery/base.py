@@ -25,12 +25,10 @@ class Entry:
     Attributes:
         value: its value.
         expiration: when it expires, in seconds since the epoch.
-        holder: the certificate that its owner holds; empty in a run without certificates.
     """
 
     value: bytes
     expiration: float
-    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,4 +231,4 @@ class _HttpServer(ThreadingHTTPServer):
 
 def _network(host: str) -> str:
     """What counts as one host: an address, or 64 bits of an IPv6 address."""
-    return member_of(format_address(host, 1), "")
+    return member_of(format_address(host, 1))

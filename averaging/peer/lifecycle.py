@@ -17,7 +17,7 @@ from averaging.config import PeerConfig
 from averaging.control import ControlService, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.etcd import EtcdDiscovery
-from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
+from averaging.discovery.gossip import GossipDiscovery, Waiting
 from averaging.errors import ConfigError
 from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
@@ -229,7 +229,6 @@ class Lifecycle:
             transport,
             join=self.seeds,
             join_timeout=config.join_timeout,
-            identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
             clock=clock,
             rng=rng,
             on_joining=self._context.on_joining,

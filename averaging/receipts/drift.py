@@ -225,7 +225,7 @@ class DriftCheck:
 
     def _weight(self, names: Sequence[str], members: Mapping[str, Fingerprint]) -> tuple[int, int, int]:
         """How much members that are equal count: hosts, then members, then who has trained longest."""
-        distinct = {member_of(name, "") for name in names} - {""}
+        distinct = {member_of(name) for name in names} - {""}
         return len(distinct), len(names), -min(members[name].since for name in names)
 
 

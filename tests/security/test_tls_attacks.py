@@ -17,8 +17,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from grpc.experimental import session_cache
 
 from averaging import Peer
-from averaging.discovery.gossip.identity import Author, CertifiedIdentity
-from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import JoinError, PeerUnreachableError
 from averaging.security.ca import issue
 from averaging.security.credentials import Credentials, Tls
@@ -126,7 +124,7 @@ def chain_of_a_member() -> Tls:
 
 @pytest.mark.asyncio
 async def test_a_member_is_no_authority() -> None:
-    """Neither as a caller, nor as a listener, nor in discovery."""
+    """Neither as a caller nor as a listener."""
     service, fake = FakePeer(), Credentials(tls=chain_of_a_member())
     async with (
         serving(service, credentials=secure(*HERE)) as (_, honest),
@@ -138,8 +136,3 @@ async def test_a_member_is_no_authority() -> None:
             with pytest.raises(PeerUnreachableError):
                 await calling.get_schema(endpoint)
         await other.get_schema(honest)
-    now = NOW.timestamp() + 1
-    for written, believed in ((tls(*HERE), True), (chain_of_a_member(), False)):
-        author = Author("run", CertifiedIdentity(written, lambda: now), RecordLimits())
-        record = author.write("run.0b", "127.0.0.1:1", b"\xc3", now + 60, now, None)
-        assert CertifiedIdentity(tls(*HERE), lambda: now).verify("run", record) is believed

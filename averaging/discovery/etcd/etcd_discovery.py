@@ -20,7 +20,6 @@ from averaging.discovery.etcd.layout import RecordLayout
 from averaging.discovery.etcd.own_records import OwnRecords
 from averaging.discovery.gossip import (
     Author,
-    CertifiedIdentity,
     Change,
     ClockOffsets,
     Ed25519Identity,
@@ -117,7 +116,6 @@ class EtcdDiscovery:
         settings = EtcdSettings(name=config.discovery, join_timeout=config.join_timeout)
         return cls(
             *(config.run_id, endpoint, EtcdCluster(channels, settings.wait)),
-            identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
             tokens=credentials.tokens,
             clock=clock,
             rng=rng,

@@ -18,8 +18,8 @@ from averaging.transport.grpc import RECORD
 
 ROOT = "averaging/runs"
 
-MAX_VALUE = 8192
-"""Longest value in bytes: a record with a value of 1 KiB, names of 256 bytes, a certificate and a MAC is shorter."""
+MAX_VALUE = 2048
+"""Longest value in bytes: a record with a value of 1 KiB and names of 256 bytes is shorter, also with a MAC."""
 
 _MAC_BYTES = 32
 _DOMAIN = b"averaging.v1.EtcdRecord"  # so that the MAC is valid for nothing else

@@ -5,8 +5,7 @@ peer also compares its records with those of a random member, which brings whate
 
 Read the modules in this order:
 
-1. `record` (with all constants), `identity`: what a record is, how its owner writes and signs it, and proves that it
-   has a certificate for its endpoint.
+1. `record` (with all constants), `identity`: what a record is, and how its owner writes and signs it.
 2. `record_table`: how records merge, which one is read, and the table of one peer.
 3. `membership`: which peers are in the run, as their records say.
 4. `membership`, `rumours`: how a new record reaches all peers, down a tree, and clients.
@@ -21,13 +20,12 @@ docs/design/decisions/discovery.md has the reasons and the costs.
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.identity import Author, CertifiedIdentity, Ed25519Identity, Identity, UnsignedIdentity
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.discovery.gossip.record_table import Change, RecordStore, RecordTable
 
 __all__ = [
     "Author",
-    "CertifiedIdentity",
     "Change",
     "ClockOffsets",
     "Ed25519Identity",

@@ -50,7 +50,7 @@ class Reason(StrEnum):
     OVERSIZED = "too large: a value may have 1 KiB, a key and a subkey 256 bytes"
     EXPIRED = "expired already: the clocks differ, or it was long on its way"
     TOO_FAR = "expires too far in the future; check the clocks"
-    FORGED = "not signed by its owner, or the owner has no certificate for that endpoint, or one that has expired"
+    FORGED = "not signed by its owner"
     FOREIGN = "held by another owner until that record expires or is withdrawn"
     CLASH = "its id is taken by another record"
     OWNER_FULL = "its owner has too many records"

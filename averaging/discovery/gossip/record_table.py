@@ -59,18 +59,10 @@ class RecordTable:
     Args:
         limits: bounds of acceptable records.
         verify: returns whether the signature of a record is valid.
-        holder: returns the certificate with which a valid record was written, see `Entry`.
     """
 
-    def __init__(
-        self,
-        limits: RecordLimits,
-        verify: Callable[[Record], bool],
-        holder: Callable[[Record], str] = lambda record: "",
-    ) -> None:
-        self._limits = limits
-        self._verify, self._holder = verify, holder
-        self._holders: dict[bytes, str] = {}  # by owner
+    def __init__(self, limits: RecordLimits, verify: Callable[[Record], bool]) -> None:
+        self._limits, self._verify = limits, verify
         self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
         self._readable: dict[str, dict[str, Record]] = {}
         self._by_id: dict[int, Record] = {}
@@ -138,7 +130,7 @@ class RecordTable:
             del self._places[place]
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:
-            del self._by_owner[owner], self._holders[owner]
+            del self._by_owner[owner]
         self._hash ^= entry_hash(number, present.version)
         return self._update_readable(*place)
 
@@ -153,10 +145,8 @@ class RecordTable:
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
-        return {
-            subkey: Entry(record.value, record.expiration, self._holders[record.owner])
-            for subkey, record in self._readable.get(key, {}).items()
-        }
+        records = self._readable.get(key, {}).items()
+        return {subkey: Entry(record.value, record.expiration) for subkey, record in records}
 
     def next_expiration(self, key: str) -> float | None:
         """When the first of the records that are read under `key` is removed; None if there are none."""
@@ -214,8 +204,6 @@ class RecordTable:
     def _put(self, number: int, record: Record, known: Record | None) -> None:
         if known is None:
             self._by_owner[record.owner] += 1
-            if record.owner not in self._holders:
-                self._holders[record.owner] = self._holder(record)
         else:
             self._hash ^= entry_hash(number, known.version)
         self._places.setdefault((record.key, record.subkey), {})[record.owner] = record
@@ -284,7 +272,7 @@ class RecordStore:
     ) -> None:
         self._author, self._limits, self._holds = author, limits, holds
         self._clock, self._on_change = clock, on_change
-        self._table = RecordTable(limits, author.verify, author.holder)
+        self._table = RecordTable(limits, author.verify)
         self._watchers = Watchers(clock, lambda key: self.table().read(key), self._next_expiration)
         self._warned: dict[Reason, float] = {}
         self._waiting: dict[tuple[str, str], bytes] = {}  # places of this peer that other owners hold
