@@ -17,7 +17,7 @@ from averaging.config import PeerConfig
 from averaging.control import ControlService, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.etcd import EtcdDiscovery
-from averaging.discovery.gossip import GossipDiscovery, Waiting
+from averaging.discovery.gossip import GossipDiscovery, GossipSettings, Waiting
 from averaging.errors import ConfigError
 from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
@@ -220,19 +220,20 @@ class Lifecycle:
         await asyncio.gather(*followed)
 
     def _discovery(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
-        config, credentials, clock, rng = self._config, self._credentials, self._clock, self._context.rng
+        config, clock, rng = self._config, self._clock, self._context.rng
         if config.etcd:
-            return EtcdDiscovery.from_config(config, endpoint, credentials, clock=clock, rng=rng)
-        return GossipDiscovery(
+            return EtcdDiscovery.from_config(config, endpoint, self._credentials, clock=clock, rng=rng)
+        discovery = GossipDiscovery(
             config.run_id,
             endpoint,
             transport,
             join=self.seeds,
-            join_timeout=config.join_timeout,
             clock=clock,
             rng=rng,
-            on_joining=self._context.on_joining,
+            settings=GossipSettings(join_timeout=config.join_timeout),
         )
+        discovery.on_joining = self._context.on_joining
+        return discovery
 
 
 def _log_proxy(proxy: str | None) -> None:

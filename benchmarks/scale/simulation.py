@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from averaging import Peer, Receipt
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.discovery.gossip.record import GossipSettings
 from averaging.peer import PeerContext
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from averaging.discovery.gossip.access import GossipAccess, GossipSettings
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.record import GossipSettings, RecordLimits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.discovery.gossip.record_table import Merged, RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.errors import ProtocolViolationError
@@ -45,18 +47,8 @@ async def compare(transport: Answers) -> int:
 
     table = SimpleNamespace(state_hash=7, versions=dict, select=lambda wanted: [])
     store = cast("RecordStore", SimpleNamespace(table=lambda: table))
-    anti_entropy = AntiEntropy(
-        "run",
-        "me:1",
-        cast("Transport", transport),
-        store,
-        merge,
-        cast("Rumours", None),
-        SETTINGS,
-        ClockOffsets(3.0),
-        lambda: 1e9,
-    )
-    assert await anti_entropy.compare("a:1") == len(merged)
+    access = GossipAccess("run", "me:1", cast("Transport", transport), SETTINGS, lambda: 1e9, random.Random(0))
+    await AntiEntropy(access, store, merge, cast("Rumours", None), ClockOffsets(3.0)).compare("a:1")
     return len(merged)
 
 

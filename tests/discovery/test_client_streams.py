@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from averaging.discovery.gossip.record import GossipSettings
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.rumours import ClientStreams
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Record

@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 import pytest
 
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.identity import Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import ClosedError
 from averaging.protocol.messages import Record, Rumour
 from averaging.testing import virtual_time

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.record import GossipSettings, RecordLimits
+from averaging.discovery.gossip.access import GossipSettings
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import ClosedError, JoinError
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until

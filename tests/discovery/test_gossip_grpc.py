@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.record import GossipSettings, Reason
+from averaging.discovery.gossip.record import Reason
 from averaging.errors import CallRefusedError, JoinError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport
@@ -52,9 +54,8 @@ class Host:
         run_id, join, settings, join_timeout = self._options
         try:
             self.endpoint = await self.transport.bind()
-            self.discovery = GossipDiscovery(
-                run_id, self.endpoint, self.transport, join=join, join_timeout=join_timeout, settings=settings
-            )
+            settings = replace(settings or GossipSettings(), join_timeout=join_timeout)
+            self.discovery = GossipDiscovery(run_id, self.endpoint, self.transport, join=join, settings=settings)
             await self.transport.serve(FakePeer(), self.discovery)
             self._bound.set()
             async with self.discovery:

@@ -8,23 +8,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting, all_refuse
+from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting
 from averaging.errors import CallRefusedError, JoinError
 from averaging.protocol.messages import Digest, ExchangeReply
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
-
-
-def test_a_refusal_is_final_only_after_a_while() -> None:
-    since = {"a:1": 10.0, "b:1": 10.2}
-    assert not all_refuse(["a:1"], (), since, 10.0)
-    assert all_refuse(["a:1"], (), since, 10.0 + DEFINITE_SECONDS)
-    assert not all_refuse(["a:1", "b:1"], (), since, 10.0 + DEFINITE_SECONDS)
-    assert all_refuse(["a:1", "b:1"], (), since, 10.3 + DEFINITE_SECONDS)
-    assert not all_refuse(["a:1", "late:1"], (), since, 99.0)
-    assert all_refuse(["a:1", "own:1"], ("own:1",), since, 99.0)
-    assert not all_refuse(["own:1"], ("own:1",), since, 99.0)
-    assert not all_refuse([], (), {}, 99.0)
 
 
 @pytest.mark.parametrize("endpoint", ["a:1", None], ids=["node", "client"])

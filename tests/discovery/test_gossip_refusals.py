@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import GossipSettings, Reason, RecordLimits
+from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time
@@ -74,30 +74,6 @@ def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFix
         assert len(swarm["peer-0:1"].get(KEY)) == 255
 
     swarm.simulate(main())
-
-
-@pytest.mark.parametrize(("ahead", "expected"), [(-600.0, [Reason.EXPIRED]), (0.0, [])])
-def test_a_peer_logs_that_its_clock_is_behind_and_not_that_a_record_was_late(
-    caplog: pytest.LogCaptureFixture, ahead: float, expected: list[Reason]
-) -> None:
-    swarm = GossipSwarm(31, latency=(0.01, 0.02))
-    caplog.set_level(logging.WARNING)
-
-    async def main() -> None:
-        await joined(swarm.start("peer-0:1"))
-        await joined(swarm.start("peer-1:1", ["peer-0:1"], clock=lambda: virtual_time.clock() + ahead))
-        await asyncio.sleep(11)
-        caplog.clear()
-        swarm["peer-1:1"]._last_warning = -math.inf  # another warning may be logged
-        now = virtual_time.clock() + ahead
-        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 0.01)
-        await asyncio.sleep(0.008)  # it expires in transit
-        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 60)
-        await asyncio.sleep(1)
-
-    swarm.simulate(main())
-    found = [one.message for one in caplog.records if "refuses this peer's record of 'a:1'" in one.message]
-    assert [reason for message in found for reason in Reason if message.endswith(reason)] == expected
 
 
 @pytest.mark.parametrize("reachable", [True, False])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import cast
 
+from averaging.discovery.gossip.access import GossipAccess, GossipSettings
 from averaging.discovery.gossip.membership import BroadcastBranch, Membership
-from averaging.discovery.gossip.record import GossipSettings
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.protocol.messages import Record, Refusal, Rumour
 from averaging.testing import virtual_time
@@ -35,9 +36,8 @@ class Silent:
 def test_a_rumour_that_timed_out_in_the_queue_is_removed() -> None:
     async def main() -> None:
         silent, settings = Silent(), GossipSettings(push_timeout=2.0, rumour_timeout=3.0)
-        rumours = Rumours(
-            cast(Transport, silent), "run", cast(Membership, silent), settings, virtual_time.clock, lambda *_: None
-        )
+        access = GossipAccess("run", "me:1", cast(Transport, silent), settings, virtual_time.clock, random.Random(0))
+        rumours = Rumours(access, cast(Membership, silent), lambda *_: None)
         before = leaks.sizes(rumours)
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(rumours.run(tasks.create_task))

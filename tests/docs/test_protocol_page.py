@@ -18,9 +18,10 @@ from msgspec import msgpack
 
 import averaging
 from averaging.allreduce.partition import partition, shares
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.identity import Ed25519Identity
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import GossipSettings, RecordLimits, entry_hash, record_id
+from averaging.discovery.gossip.record import RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.matchmaking import rules
 from averaging.peer import rounds, run_progress

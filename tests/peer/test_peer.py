@@ -38,7 +38,7 @@ from averaging.state.snapshots import Snapshots
 from averaging.tensors.shared_tensors import SharedTensors
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm, told
-from tests.support.ports import free_address, free_port
+from tests.support.ports import free_port
 
 
 @pytest.mark.asyncio
@@ -431,21 +431,6 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
         founder = await enter(stack, {"w": torch.zeros(1)}, join=[own], **options)  # as without anybody to join
         other = await enter(stack, {"w": torch.zeros(1)}, join=[founder.endpoint])
         assert other.peers >= {founder.endpoint}
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_has_the_address_of_another_and_joins_it_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(
-        "averaging.discovery.gossip.bootstrap.logger.warning", lambda words, *given: warned.put_nowait(words % given)
-    )
-    own = free_address()
-    async with AsyncExitStack() as stack:
-        await enter(stack, {"w": torch.zeros(1)}, listen=own, join=[own])  # the first of a list, say
-        await enter(stack, {"w": torch.zeros(1)}, advertise=own, join=[own])
-        async with asyncio.timeout(60):
-            assert f"is to join {own}, its own address, and another peer answers there" in await warned.get()
-        assert warned.empty()
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.record import GossipSettings
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.errors import JoinError
 from averaging.peer import PeerContext, lifecycle
 from averaging.seeds import FoundSeeds
@@ -31,8 +31,8 @@ class FastGossip(GossipDiscovery):
     """So that what takes ten seconds takes one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        fast = GossipSettings(look_up_interval=0.1, retry_interval=0.2)
-        super().__init__(*arguments, settings=fast, **options)
+        fast = GossipSettings(look_up_interval=0.1, retry_interval=0.2, exchange_interval=0.1)
+        super().__init__(*arguments, **options | {"settings": fast})
 
 
 async def sees(peer: Peer, other: Peer) -> None:

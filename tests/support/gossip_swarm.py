@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
 from averaging.discovery.gossip.identity import Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import PeerUnreachableError
 from averaging.protocol.messages import Refusal, Rumour
 from averaging.testing import virtual_time
@@ -93,13 +94,12 @@ class GossipSwarm:
             transport.endpoint,
             transport,
             join=join,
-            join_timeout=join_timeout,
             identity=identity or UnsignedIdentity(self.rng),
             clock=clock,
             rng=random.Random(self.rng.getrandbits(64)),
-            settings=self.settings,
-            on_joining=on_joining,
+            settings=replace(self.settings, join_timeout=join_timeout),
         )
+        discovery.on_joining = on_joining
         host = self.hosts[transport.endpoint] = Host(discovery, transport)
         return host
 

@@ -6,12 +6,12 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from averaging.common import CLIENT_PREFIX, is_endpoint, spelled
+from averaging.common import spelled
 from averaging.config import PeerConfig
 from averaging.discovery import Diagnosis, Entry
 from averaging.discovery.etcd.access import EtcdAccess, EtcdSettings
@@ -19,20 +19,15 @@ from averaging.discovery.etcd.followed_key import FollowedKey
 from averaging.discovery.etcd.layout import RecordLayout
 from averaging.discovery.etcd.own_records import OwnRecords
 from averaging.discovery.gossip import (
-    Author,
     Change,
     ClockOffsets,
-    Ed25519Identity,
     Identity,
-    Reason,
-    RecordStore,
+    RecordDiscovery,
     peers_key,
 )
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
-    ClosedError,
-    ConfigError,
     JoinError,
     RefusalCause,
     TransportError,
@@ -47,7 +42,7 @@ EXPIRED_AFTER = 10.0
 """Interval at which keys that have lapsed are forgotten, and records of this peer that have expired are deleted."""
 
 
-class EtcdDiscovery:
+class EtcdDiscovery(RecordDiscovery):
     """Implements `discovery.base.Discovery`. Entering it joins the run; leaving it withdraws this peer's records.
 
     It is also the `GossipService` of a peer that does not gossip: it tells peers that do so that their run is another.
@@ -77,22 +72,15 @@ class EtcdDiscovery:
         rng: random.Random | None = None,
         settings: EtcdSettings | None = None,
     ) -> None:
-        if not is_endpoint(endpoint):
-            raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
-        self._run_id, self._endpoint, self._clock = run_id, endpoint, clock
         self._settings = settings = settings or EtcdSettings()
+        super().__init__(run_id, endpoint, identity, settings.limits, clock, self._holds)
         self._access = EtcdAccess(store, settings, rng or random.Random())
         self._layout = RecordLayout(run_id, tokens)
-        self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
-        self._records = RecordStore(self._author, settings.limits, clock, self._note_change, self._holds)
         self._own = OwnRecords(self._access)
         self._followed: dict[str, tuple[FollowedKey, asyncio.Task[None]]] = {}
         self._neighbours: FollowedKey | None = None
         self._offsets = ClockOffsets(settings.limits.clock_tolerance)
         self._withdrew: dict[str, None] = {}  # peers that have withdrawn all that this peer held of them
-        self._group = asyncio.TaskGroup()
-        self._running: set[asyncio.Task[None]] = set()
-        self._entered = self._leaving = False
 
     @classmethod
     def from_config(
@@ -124,16 +112,6 @@ class EtcdDiscovery:
 
     # Discovery
 
-    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        if not self._entered or self._leaving:
-            raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
-        self._put(self._records.write(key, subkey, value, expiration))
-
-    async def withdraw(self, key: str, subkey: str) -> None:
-        withdrawal = self._records.withdraw(key, subkey)
-        if withdrawal is not None:
-            self._own.delete(self._layout.name(withdrawal))
-
     async def follow(self, key: str, *, keep: bool = True) -> None:
         followed = self._follow(key)
         if followed is not None:
@@ -142,7 +120,7 @@ class EtcdDiscovery:
 
     def get(self, key: str) -> Mapping[str, Entry]:
         self._follow(key)
-        return self._records.table().read(key)
+        return super().get(key)
 
     async def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         followed = self._follow(key)
@@ -157,31 +135,14 @@ class EtcdDiscovery:
                 followed.readers -= 1
                 followed.used = asyncio.get_running_loop().time()
 
-    def knows(self, endpoint: str) -> bool:
-        return self._records.table().has_subkey(endpoint)
-
     def withdrew(self, endpoint: str) -> bool:
         return endpoint in self._withdrew
-
-    def endpoints(self) -> frozenset[str]:
-        return self._records.table().subkeys()
 
     def diagnose(self) -> Diagnosis:
         peers = {name: peer for name, peer in self._records.table().peers().items() if name != self._endpoint}
         name, why = self._settings.name, self._access.explain()
         offsets = self._offsets.excessive(asyncio.get_running_loop().time())
         return Diagnosis(peers, {name: why} if why else {}, offsets, f"{name} {why}" if why else "")
-
-    @property
-    def refused(self) -> Mapping[Reason, int]:
-        return dict(self._records.refused)
-
-    def __repr__(self) -> str:
-        state = "left" if self._leaving else "entered" if self._entered else "new"
-        return (
-            f"<EtcdDiscovery {self._endpoint} of {self._run_id} in {self._settings.name}: {state}, "
-            f"{len(self._records.table())} records under {len(self._followed)} keys>"
-        )
 
     # GossipService: the calls of peers that gossip, whose run is another one
 
@@ -198,9 +159,6 @@ class EtcdDiscovery:
         raise self._no_gossip()
         yield
 
-    def list_records(self, key: str) -> tuple[Record, ...]:
-        return self._records.table().list_records(key)
-
     def _no_gossip(self) -> CallRefusedError:
         reason = (
             f"the called peer finds its run through {self._settings.name}, and the caller finds its own by gossip: "
@@ -210,54 +168,25 @@ class EtcdDiscovery:
 
     # Joining and leaving
 
-    async def __aenter__(self) -> Self:
-        """Joins the run.
+    async def _join(self) -> None:
+        await self._connect()
+        self._neighbours = self._reader(peers_key(self._run_id), self._settings.neighbours)
+        for work in (self._own.write(), self._own.renew(), self._delete_expired(), self._show_presence()):
+            self._spawn(work)
+        self._spawn(self._neighbours.poll(self._settings.look))
+        await self._neighbours.until_loaded()
 
-        Raises:
-            JoinError: etcd does not answer in time, or refuses, and would do so again.
-        """
-        if self._entered:
-            raise ClosedError("a discovery can be entered only once; make another one")
-        await self._group.__aenter__()
-        self._entered = True
-        try:
-            await self._connect()
-            self._neighbours = self._reader(peers_key(self._run_id), self._settings.neighbours)
-            for work in (self._own.write(), self._own.renew(), self._delete_expired(), self._show_presence()):
-                self._spawn(work)
-            self._spawn(self._neighbours.poll(self._settings.look))
-            await self._neighbours.until_loaded()
-        except BaseException as error:
-            await self.__aexit__(type(error), error, error.__traceback__)
-            raise
-        return self
+    async def _leave(self) -> None:
+        self._records.withdraw_all()
+        await self._own.withdraw_all()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Withdraws this peer's records, and ends all tasks."""
-        self._leaving = True
         try:
-            self._records.withdraw_all()
-            await self._own.withdraw_all()
-        finally:
-            self._records.close()
-            for task in tuple(self._running):
-                task.cancel()
-            try:
-                # The task group may have caused a cancellation of the body; other errors of the body are not its own.
-                if isinstance(error, asyncio.CancelledError):
-                    await self._group.__aexit__(kind, error, traceback)
-                else:
-                    await self._group.__aexit__(None, None, None)
-            finally:
-                await self._access.store.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._group.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+            await super().__aexit__(kind, error, traceback)
+        finally:  # after all tasks
+            await self._access.store.close()
 
     async def _connect(self) -> None:
         backoff, timeout, reason = self._access.backoff(), self._settings.join_timeout, "no answer"
@@ -286,14 +215,18 @@ class EtcdDiscovery:
 
     # Writing
 
-    def _put(self, record: Record) -> None:
-        self._own.put(self._layout.name(record), self._layout.pack(record), record.expiration)
+    def _publish(self, record: Record) -> None:
+        name = self._layout.name(record)
+        if record.withdrawn:
+            self._own.delete(name)
+        else:
+            self._own.put(name, self._layout.pack(record), record.expiration)
 
     async def _show_presence(self) -> None:
-        while not self._endpoint.startswith(CLIENT_PREFIX):
+        while not self._is_client:
             with suppress(AveragingError):
                 expiration = self._clock() + self._settings.limits.lifetime
-                self._put(self._records.write(peers_key(self._run_id), self._endpoint, b"", expiration))
+                self._publish(self._records.write(peers_key(self._run_id), self._endpoint, b"", expiration))
             await asyncio.sleep(self._settings.presence * self._access.rng.uniform(0.9, 1.0))
 
     # Reading
@@ -319,7 +252,7 @@ class EtcdDiscovery:
             moment = asyncio.get_running_loop().time()
             self._offsets.note(record.subkey, record.version / 1e6, self._clock(), math.inf, moment)
 
-    def _note_change(self, change: Change, expired: bool) -> None:
+    def _on_change(self, change: Change, expired: bool) -> None:
         if change.after is not None or expired:
             self._withdrew.pop(change.subkey, None)
         elif not self._records.table().has_subkey(change.subkey):

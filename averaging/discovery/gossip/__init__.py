@@ -5,33 +5,35 @@ peer also compares its records with those of a random member, which brings whate
 
 Read the modules in this order:
 
-1. `record` (with all constants), `identity`: what a record is, and how its owner writes and signs it.
+1. `record`, `identity`: what a record is, and how its owner writes and signs it.
 2. `record_table`: how records merge, which one is read, and the table of one peer.
-3. `membership`: which peers are in the run, as their records say.
-4. `membership`, `rumours`: how a new record reaches all peers, down a tree, and clients.
-5. `anti_entropy`: how peers compare their records, and when.
+3. `access`: all constants; `membership`: which peers are in the run, and the tree over them.
+4. `rumours`: how a new record reaches all peers, down the tree, and clients.
+5. `anti_entropy`: how peers compare their records, and when; `clock_offsets`: warnings about clocks.
 6. `bootstrap`: joining a run.
-7. `clock_offsets`: warnings about clocks.
-8. `gossip_discovery`: puts all of this together as the discovery of one peer.
+7. `gossip_discovery`: puts all of this together as the discovery of one peer, on `record_discovery`.
 
 docs/design/decisions/discovery.md has the reasons and the costs.
 """
 
+from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity, UnsignedIdentity
+from averaging.discovery.gossip.identity import Author, Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record_discovery import RecordDiscovery
 from averaging.discovery.gossip.record_table import Change, RecordStore, RecordTable
 
 __all__ = [
     "Author",
     "Change",
     "ClockOffsets",
-    "Ed25519Identity",
     "GossipDiscovery",
+    "GossipSettings",
     "Identity",
     "Reason",
+    "RecordDiscovery",
     "RecordLimits",
     "RecordStore",
     "RecordTable",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from averaging.common import Backoff
-from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, why_failed
+from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, why_failed
+from averaging.discovery.gossip.membership import Membership
 from averaging.errors import JoinError, RefusalCause, TransportError, refusal_cause
+from averaging.seeds import Seeds
 from averaging.timing import Deadline, FairTimeout
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ FIRST_REPORT, LAST_REPORT = 1.0, 60.0
 
 DEFINITE_SECONDS = 0.5
 """Seconds for which a seed must have refused all calls of this peer before the refusal counts as final."""
+
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +46,13 @@ class Waiting:
         return f"no peer to join has answered for {self.seconds:.0f} s ({reasons}); giving up after {self.timeout:g} s"
 
 
-class SeedSources(Protocol):
-    """Where further seeds are looked up, see `averaging.seeds.Seeds`."""
-
-    @property
-    def failures(self) -> Mapping[str, str]: ...
-
-    @property
-    def findings(self) -> str: ...
-
-
 class Bootstrap:
     """The seeds and their answers.
 
     Args:
-        seeds: the seeds that are known from the start.
-        sources: the state of the look-ups.
-        look_up: asks the sources and returns all seeds that are known then; None if there are no sources.
-        may_start: whether this peer starts a run if the sources name no other peer.
+        seeds: the seeds, and the sources that name more.
         compare: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
         hint: returns a sentence about the cause, for the error if no seed answers; empty if there is none.
-        on_waiting: callback for each report while no seed has answered.
 
     Attributes:
         joined_itself: whether all seeds turned out to be this peer, or the sources name no other.
@@ -70,20 +60,14 @@ class Bootstrap:
 
     def __init__(
         self,
-        seeds: Collection[str],
+        access: GossipAccess,
+        members: Membership,
+        seeds: Seeds,
         compare: Callable[[str], Awaitable[object]],
-        settings: GossipSettings,
-        rng: random.Random,
-        *,
-        sources: SeedSources,
-        look_up: Callable[[], Awaitable[Collection[str]]] | None = None,
-        may_start: bool = True,
         hint: Callable[[], str],
-        on_waiting: Callable[[Waiting], None] | None = None,
     ) -> None:
-        self._compare, self._settings, self._rng = compare, settings, rng
-        self._sources, self._look_up, self._may_start = sources, look_up, may_start
-        self._hint, self._on_waiting = hint, on_waiting
+        self._access, self._members, self._seeds = access, members, seeds
+        self._compare, self._hint = compare, hint
         self.joined_itself = False
         self._answered = False
         self._done = asyncio.Event()  # a seed has answered, or all refuse
@@ -92,7 +76,7 @@ class Bootstrap:
         self._has_called: dict[str, asyncio.Event] = {}
         self._called_itself = False
         self._own: set[str] = set()  # seeds that are this peer
-        for seed in seeds:
+        for seed in members.seeds:
             self._add(seed)
 
     def note_call_from_itself(self) -> None:
@@ -103,94 +87,79 @@ class Bootstrap:
         if endpoint in self._has_called:
             self._has_called[endpoint].set()
 
-    async def join(self, timeout: float, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    async def join(self, spawn: Spawn, on_waiting: Callable[[Waiting], None] | None) -> None:
         """Returns as soon as one seed has answered; tasks that `spawn` creates go on calling the others.
 
         Raises:
-            JoinError: all have refused, and would do so again; or none has answered within `timeout` seconds, in which
-                this peer itself did not stand still.
+            JoinError: all have refused, and would do so again; or none has answered in time, in which this peer itself
+                did not stand still.
         """
-        if self._look_up is not None:
-            spawn(self._look_up_until_done(self._look_up, lambda seed: spawn(self._call_with_timeout(seed, timeout))))
+        if self._seeds.sources:
+            spawn(self._look_up_until_done(spawn))
         elif not self._reasons:
             return
         for seed in self._reasons:
-            spawn(self._call_with_timeout(seed, timeout))
-        time = asyncio.get_running_loop().time
+            spawn(self._call_in_time(seed))
+        time, timeout = asyncio.get_running_loop().time, self._access.settings.join_timeout
         began, pauses = time(), Backoff(FIRST_REPORT, LAST_REPORT)
         try:
-            async with _limit(timeout):
+            async with self._limit():
                 while not await _is_set_within(pauses.next_delay(), self._done):
-                    self._report(Waiting(time() - began, timeout, self._open_reasons))
+                    waiting = Waiting(time() - began, timeout, self._open_reasons)
+                    logger.info("%s", waiting)
+                    if on_waiting is not None:
+                        on_waiting(waiting)
         except TimeoutError:
             raise JoinError(self._open_reasons, timeout, self._hint()) from None
         if not self._answered:
             raise JoinError(self._open_reasons, None, self._hint())
 
+    async def look_up_while_alone(self) -> None:
+        """Asks the sources again while no other peer is known. `Maintenance` calls what they name."""
+        while True:
+            await asyncio.sleep(self._access.around(self._access.settings.look_up_interval))
+            if not len(self._members):
+                await self._look_up()
+
+    async def _look_up(self) -> None:
+        await self._seeds.look_up()
+        self._members.set_seeds(self._seeds.addresses)
+
     @property
     def _open_reasons(self) -> dict[str, str]:
-        return self._reasons | dict(self._sources.failures)
+        return self._reasons | dict(self._seeds.failures)
 
     def _add(self, seed: str) -> None:
         self._reasons[seed], self._has_called[seed] = "no answer", asyncio.Event()
 
-    async def _look_up_until_done(
-        self, look_up: Callable[[], Awaitable[Collection[str]]], call: Callable[[str], object]
-    ) -> None:
+    async def _look_up_until_done(self, spawn: Spawn) -> None:
         """Asks the sources until `join` ends, has new seeds called, and forgets those that are no longer named."""
-        backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
+        backoff = self._access.backoff()
         while not self._done.is_set():
-            seeds = await look_up()
-            for seed in self._reasons.keys() - seeds:
+            await self._look_up()
+            for seed in self._reasons.keys() - self._members.seeds:
                 del self._reasons[seed]  # which ends the calls to it
                 self._refusing.pop(seed, None)
-            for seed in seeds:
+            for seed in self._members.seeds:
                 if seed not in self._reasons:
                     self._add(seed)
-                    call(seed)
+                    spawn(self._call_in_time(seed))
             self._note_own()
             await _is_set_within(backoff.next_delay(), self._done)
 
     def _note_own(self) -> None:
         """Ends `join` as if this peer had been given no seeds, if it alone is named."""
-        named_alone = not self._sources.failures and self._own >= self._reasons.keys()
-        self.joined_itself = self._may_start and named_alone
+        named_alone = not self._seeds.failures and self._own >= self._reasons.keys()
+        self.joined_itself = named_alone and not self._access.is_client
         self._finish_if_settled(answered=self.joined_itself)
 
-    async def check_own_address(self, endpoint: str) -> None:
-        """Calls this peer's own endpoint, which is one of its seeds, until it answers; warns if another peer does.
-
-        Otherwise two peers with the same address by mistake would each start a run. There may never be an answer, since
-        many routers do not lead a connection back to its origin.
-        """
-        while True:
-            try:
-                await self._compare(endpoint)
-            except CALL_FAILURES as error:
-                if refusal_cause(error) is RefusalCause.SAME_NAME:
-                    break
-            await asyncio.sleep(self._settings.retry_interval * self._rng.uniform(0.5, 1.5))
-        if not self._called_itself:
-            logger.warning(
-                "this peer is to join %s, its own address, and another peer answers there: two peers have the same "
-                "address. Let each advertise an address of its own",
-                endpoint,
-            )
-
-    def _report(self, waiting: Waiting) -> None:
-        logger.info("%s", waiting)
-        if self._on_waiting is not None:
-            self._on_waiting(waiting)
-
-    async def _call_with_timeout(self, seed: str, timeout: float) -> None:
-        try:
-            async with _limit(timeout):
+    async def _call_in_time(self, seed: str) -> None:
+        with suppress(TimeoutError):
+            async with self._limit():
                 await self._call_until_answered(seed)
-        except TimeoutError:
-            return
 
     async def _call_until_answered(self, seed: str) -> None:
-        backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
+        backoff = self._access.backoff()
         while seed in self._reasons:
             try:
                 await self._compare(seed)
@@ -202,50 +171,34 @@ class Bootstrap:
                     self._own.add(seed)
                     self._note_own()
                     return
-                self._note_refusal(seed, isinstance(error, TransportError) and error.definite)
+                if isinstance(error, TransportError) and error.definite:
+                    self._refusing.setdefault(seed, asyncio.get_running_loop().time())
+                    self._finish_if_settled(answered=False)
+                else:
+                    self._refusing.pop(seed, None)
             else:
                 self._finish_if_settled(answered=True)
                 return
             if await _is_set_within(backoff.next_delay(), self._has_called[seed]):
                 self._has_called[seed].clear()
 
-    def _note_refusal(self, seed: str, definite: bool) -> None:
-        if definite:
-            self._refusing.setdefault(seed, asyncio.get_running_loop().time())
-            self._finish_if_settled(answered=False)
-        else:
-            self._refusing.pop(seed, None)
-
     def _finish_if_settled(self, *, answered: bool) -> None:
-        """Ends `join` if a seed has `answered`, or if none may answer any more."""
+        """Ends `join` if a seed has `answered`, or if none may answer any more: all have refused for a while."""
         self._answered |= answered
-        now = asyncio.get_running_loop().time()
-        refused = not self._sources.failures and all_refuse(self._reasons, self._own, self._refusing, now)
-        if self._answered or refused:
+        latest = asyncio.get_running_loop().time() - DEFINITE_SECONDS
+        others = [seed for seed in self._reasons if seed not in self._own]
+        refused = others and all(self._refusing.get(seed, latest + 1) <= latest for seed in others)
+        if self._answered or (refused and not self._seeds.failures):
             self._done.set()
 
-
-def all_refuse(seeds: Collection[str], own: Collection[str], refusing: Mapping[str, float], now: float) -> bool:
-    """Whether no seed may answer any more.
-
-    Args:
-        seeds: all seeds.
-        own: the seeds that turned out to be this peer.
-        refusing: time since which each seed has refused all calls; seeds that are not in it may still answer.
-        now: the time on the same clock.
-    """
-    others = [seed for seed in seeds if seed not in own]
-    return bool(others) and all(now - refusing.get(seed, now) >= DEFINITE_SECONDS for seed in others)
+    def _limit(self) -> FairTimeout:
+        timeout = self._access.settings.join_timeout
+        return FairTimeout(Deadline(timeout, "join_timeout"), timeout)
 
 
 async def _is_set_within(seconds: float, event: asyncio.Event) -> bool:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
-def _limit(timeout: float) -> FairTimeout:
-    return FairTimeout(Deadline(timeout, "join_timeout"), timeout)
+            return True
+    return False

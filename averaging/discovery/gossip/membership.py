@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Container, Iterable, Set
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from averaging.common import CLIENT_PREFIX, is_endpoint
+from averaging.discovery.gossip.access import GossipAccess
 
 # The tree by which a new record reaches every peer exactly once, in log_fanout(N) hops. Pure.
 #
@@ -128,11 +128,7 @@ class Membership:
     """The other members of the run. Clients are not among them, since they accept no connections.
 
     Args:
-        endpoint: this peer's name.
         seeds: the peers to join.
-        rng: picks members.
-        retry_lost: seconds for which an expired member is tried again.
-        max_lost: number of expired members that are remembered.
         on_refused: callback for a member that has refused a connection.
 
     Attributes:
@@ -140,24 +136,15 @@ class Membership:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        seeds: Iterable[str],
-        rng: random.Random,
-        *,
-        retry_lost: float,
-        max_lost: int,
-        on_refused: Callable[[str], None] = lambda endpoint: None,
+        self, access: GossipAccess, seeds: Iterable[str], on_refused: Callable[[str], None] = lambda endpoint: None
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._rng, self._settings = access.endpoint, access.rng, access.settings
+        self._is_client, self._on_refused = access.is_client, on_refused
         self._seeds: tuple[str, ...] = ()
-        self._rng, self._retry_lost, self._max_lost = rng, retry_lost, max_lost
-        self._on_refused = on_refused
         self._ring = BroadcastRing()
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
         self._failures: dict[str, tuple[float, str]] = {}  # when and why the last call failed
-        self._callers: dict[str, float] = {}  # when those whose last call failed have called this peer
         self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
         self._joined_seeds: set[str] = set()  # the seeds that have been members
         self.set_seeds(seeds)
@@ -176,8 +163,7 @@ class Membership:
 
     def add(self, endpoint: str) -> None:
         """Adds a member, or notes that it has renewed its record."""
-        self._suspects.pop(endpoint, None)
-        self._refusing.discard(endpoint)
+        self.note_call(endpoint)
         if endpoint in self._ring:
             return
         if endpoint in self._seeds:
@@ -195,9 +181,9 @@ class Membership:
         if not expired:
             self._failures.pop(endpoint, None)
             self._refusing.discard(endpoint)
-        if known and expired:
+        elif known:
             self._lost[endpoint] = now
-            if len(self._lost) > self._max_lost:
+            if len(self._lost) > self._settings.max_lost:
                 del self._lost[next(iter(self._lost))]
 
     @property
@@ -207,22 +193,16 @@ class Membership:
 
     @property
     def lost(self) -> Set[str]:
-        """The members that seem to be gone, like a killed peer.
-
-        Their record has expired lately, or they have refused a connection, and have given no sign of life since.
-        """
+        """The members that seem to be gone: their record has expired lately, or they have refused a connection."""
         return self._lost.keys() | self._refusing
 
-    def note_call(self, endpoint: str, now: float) -> None:
+    def note_call(self, endpoint: str) -> None:
         """`endpoint` has called this peer, so it is up."""
         self._suspects.pop(endpoint, None)
         self._refusing.discard(endpoint)
-        if endpoint in self._failures:
-            self._callers[endpoint] = now
 
     def note_answer(self, endpoint: str) -> None:
-        self._suspects.pop(endpoint, None)
-        self._refusing.discard(endpoint)
+        self.note_call(endpoint)
         self._failures.pop(endpoint, None)
 
     def suspect(self, endpoint: str, now: float, why: str, *, refused: bool = False) -> None:
@@ -239,21 +219,13 @@ class Membership:
             self._on_refused(endpoint)
 
     def silent(self, now: float) -> dict[str, str]:
-        """The members and seeds that did not answer within the last minute, and why; not those that are gone.
-
-        One that refuses connections and has called within the last minute is not gone: a firewall may be before it.
-        """
+        """The members and seeds that did not answer within the last minute, and why; not those that are gone."""
         self._failures = {
             name: (when, why)
             for name, (when, why) in self._failures.items()
             if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
         }
-        self._callers = {
-            name: when
-            for name, when in self._callers.items()
-            if name in self._failures and now - when < _FAILURE_SECONDS
-        }
-        gone = {name for name in self._refusing if name not in self._ring and name not in self._callers}
+        gone = {name for name in self._refusing if name not in self._ring}
         return {name: why for name, (_, why) in self._failures.items() if name not in gone}
 
     def pick(self) -> str | None:
@@ -278,7 +250,7 @@ class Membership:
 
     def pick_missing(self, now: float) -> list[str]:
         """The peers to try again: seeds that are not members, and a few of the lost members."""
-        self._lost = {name: since for name, since in self._lost.items() if now - since < self._retry_lost}
+        self._lost = {name: since for name, since in self._lost.items() if now - since < self._settings.retry_lost}
         known = self._lost.keys() | self._joined_seeds
         self._refusing = {name for name in self._refusing if name in self._ring or name in known}
         lost = self._rng.sample(list(self._lost), min(len(self._lost), _LOST_AT_ONCE))
@@ -286,7 +258,7 @@ class Membership:
 
     def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
         """How this peer reaches [start, end], see `BroadcastRing.branches`. A client has one member do it."""
-        if not self._endpoint.startswith(CLIENT_PREFIX):
+        if not self._is_client:
             return self._ring.branches(self._endpoint, start, end, fanout, self._suspects)
         names = sorted((name for _, name in self._ring.within(1, RING - 1)), key=lambda name: name in self._suspects)
         first = () if self.stream_source is None else (self.stream_source,)

@@ -1,4 +1,4 @@
-"""Sends new records to all members at once, down the tree of `broadcast_tree`. Such a message is called a rumour."""
+"""Sends new records to all members at once, down the tree of `membership`. Such a message is called a rumour."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, GossipSettings, is_refused, why_failed
 from averaging.discovery.gossip.membership import Membership
-from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, Reason, is_refused, why_failed
 from averaging.errors import CallRefusedError
 from averaging.protocol import Record, Refusal, Rumour
-from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +43,14 @@ class Rumours:
     """The records that this peer has to send.
 
     Args:
-        clock: seconds since the epoch.
-        on_refused: callback for a peer and the records that it refused, except those that had expired in transit.
+        on_refused: callback for a peer and the records that it refused.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        run_id: str,
-        members: Membership,
-        settings: GossipSettings,
-        clock: Callable[[], float],
-        on_refused: Callable[[str, tuple[Refusal, ...]], None],
+        self, access: GossipAccess, members: Membership, on_refused: Callable[[str, tuple[Refusal, ...]], None]
     ) -> None:
-        self._transport, self._run_id, self._members = transport, run_id, members
-        self._settings, self._clock, self._on_refused = settings, clock, on_refused
+        self._access, self._settings = access, access.settings
+        self._members, self._on_refused = members, on_refused
         self._outbox: dict[tuple[int, int], dict[_Place, Record]] = {}
         self._ready = asyncio.Event()
         self._queues: dict[str, _Queue] = {}
@@ -76,7 +68,7 @@ class Rumours:
             return
         self._sent[place] = record
         if len(self._sent) > self._prune_at:
-            now = self._clock()
+            now = self._access.clock()
             self._sent = {p: r for p, r in self._sent.items() if r.expiration > now}
             self._prune_at = max(_MIN_PRUNE, 2 * len(self._sent))
         self._outbox.setdefault((start, end), {})[place] = record
@@ -143,7 +135,8 @@ class Rumours:
                     return
                 except CALL_FAILURES as error:
                     logger.debug("%s did not receive a rumour: %s", target, error)
-                    self._members.suspect(target, self._clock(), why_failed(error), refused=is_refused(error))
+                    now = self._access.clock()
+                    self._members.suspect(target, now, why_failed(error), refused=is_refused(error))
         finally:
             # On a timeout in the queue, remove the own batches: there may never be another call to that target.
             own = set(map(id, batches))
@@ -157,32 +150,17 @@ class Rumours:
         for first in range(0, len(rumours), size):
             load = tuple(rumours[first : first + size])
             async with asyncio.timeout(self._settings.push_timeout):
-                refused = await self._transport.push(target, self._run_id, load)
-            if refused := self._without_expired(refused, load):
+                refused = await self._access.transport.push(target, self._access.run_id, load)
+            if refused:
                 self._on_refused(target, refused)
-
-    def _without_expired(self, refused: tuple[Refusal, ...], load: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """The refusals without those of records that expired in transit. Other expired records hint at the clocks."""
-        if not refused:
-            return ()
-        latest = self._clock() + self._settings.limits.clock_tolerance
-        expired = {(rumour.record.key, rumour.record.subkey) for rumour in load if rumour.record.expiration <= latest}
-        return tuple(
-            refusal
-            for refusal in refused
-            if refusal.reason != Reason.EXPIRED or (refusal.key, refusal.subkey) not in expired
-        )
-
-
-# The streams of new records to clients, which accept no connections.
 
 
 class ClientStream:
-    """The records that wait for one client; of each record, only the newest version."""
+    """The records that wait for one client, which accepts no connections; of each record, only the newest version."""
 
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
-        self._waiting: dict[tuple[str, str, bytes], Record] = {}
+        self._waiting: dict[_Place, Record] = {}
         self._ready = asyncio.Event()
         self._ended = False
 
@@ -195,8 +173,8 @@ class ClientStream:
         self._ready.set()
 
     def end(self) -> None:
-        self._ready.set()
         self._ended = True
+        self._ready.set()
 
     async def records(self) -> AsyncGenerator[tuple[Record, ...], None]:
         """Yields the records that were added.
