@@ -39,7 +39,7 @@ def test_suspects_are_picked_only_if_there_are_no_other_members() -> None:
     several.suspect("c:1", 0.0, "no answer")
     assert Counter(several.pick() for _ in range(300)).keys() == {"a:1", "b:1", "c:1"}
     several.add("a:1")
-    several.note_call("b:1")
+    several.note_call("b:1", 100.0)
     assert {several.pick() for _ in range(50)} == {"a:1", "b:1"}
 
 
@@ -50,7 +50,7 @@ def test_silent_peers_are_listed_with_the_reason_for_a_minute() -> None:
     for name in ("a:1", "b:1", "c:1", "d:1", "seed:1", "stranger:1"):
         several.suspect(name, 100.0, f"why {name}")
     several.note_answer("a:1")
-    several.note_call("b:1")  # a call from it does not prove that it can be called
+    several.note_call("b:1", 100.0)  # a call from it does not prove that it can be called
     several.remove("c:1", 110.0, expired=False)
     several.remove("d:1", 110.0, expired=True)
     assert several.silent(120.0) == {name: f"why {name}" for name in ("b:1", "d:1", "seed:1")}
@@ -80,6 +80,18 @@ def test_a_member_whose_address_refuses_connections_is_gone_until_it_is_alive() 
     several.note_answer("seed:1")
     assert not several.lost
     assert several.silent(1003.0).keys() == {"other:1"}
+
+
+def test_one_that_refuses_connections_and_calls_is_silent_and_not_gone() -> None:
+    several = members("seed:1")
+    several.add("a:1")
+    several.suspect("a:1", 100.0, "connection refused", refused=True)
+    several.note_call("a:1", 105.0)
+    several.remove("a:1", 106.0, expired=True)
+    several.suspect("a:1", 107.0, "connection refused", refused=True)
+    assert several.silent(108.0) == {"a:1": "connection refused"}
+    several.suspect("a:1", 166.0, "connection refused", refused=True)
+    assert several.silent(167.0) == {}  # its last call was a minute ago
 
 
 def test_members_that_did_not_answer_or_were_lost_lately_are_called_again() -> None:

@@ -151,7 +151,7 @@ class GossipDiscovery(RecordDiscovery):
             self._bootstrap.note_call_from_itself()
             raise CallRefusedError("", RefusalCause.SAME_NAME.value, RefusalCause.SAME_NAME)
         self._bootstrap.note_call(digest.endpoint)
-        self._members.note_call(digest.endpoint)
+        self._members.note_call(digest.endpoint, self._clock())
         async with aclosing(self._anti_entropy.answer(digest)) as replies:
             async for reply in replies:
                 yield reply

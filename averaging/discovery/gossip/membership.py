@@ -145,6 +145,7 @@ class Membership:
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
         self._failures: dict[str, tuple[float, str]] = {}  # when and why the last call failed
+        self._callers: dict[str, float] = {}  # when those whose last call failed have called this peer
         self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
         self._joined_seeds: set[str] = set()  # the seeds that have been members
         self.set_seeds(seeds)
@@ -163,13 +164,12 @@ class Membership:
 
     def add(self, endpoint: str) -> None:
         """Adds a member, or notes that it has renewed its record."""
-        self.note_call(endpoint)
+        self._note_life(endpoint)
         if endpoint in self._ring:
             return
         if endpoint in self._seeds:
             self._joined_seeds.add(endpoint)
         self._lost.pop(endpoint, None)
-        self._failures.pop(endpoint, None)
         if endpoint != self._endpoint and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX):
             self._ring.add(endpoint)
 
@@ -196,14 +196,19 @@ class Membership:
         """The members that seem to be gone: their record has expired lately, or they have refused a connection."""
         return self._lost.keys() | self._refusing
 
-    def note_call(self, endpoint: str) -> None:
+    def note_call(self, endpoint: str, now: float) -> None:
         """`endpoint` has called this peer, so it is up."""
-        self._suspects.pop(endpoint, None)
-        self._refusing.discard(endpoint)
+        self._note_life(endpoint)
+        if endpoint in self._failures:
+            self._callers[endpoint] = now
 
     def note_answer(self, endpoint: str) -> None:
-        self.note_call(endpoint)
+        self._note_life(endpoint)
         self._failures.pop(endpoint, None)
+
+    def _note_life(self, endpoint: str) -> None:
+        self._suspects.pop(endpoint, None)
+        self._refusing.discard(endpoint)
 
     def suspect(self, endpoint: str, now: float, why: str, *, refused: bool = False) -> None:
         """`endpoint` did not answer, or has refused the connection: it is tried after all others, until it is alive."""
@@ -219,13 +224,17 @@ class Membership:
             self._on_refused(endpoint)
 
     def silent(self, now: float) -> dict[str, str]:
-        """The members and seeds that did not answer within the last minute, and why; not those that are gone."""
+        """The members and seeds that did not answer within the last minute, and why; not those that are gone.
+
+        One that refuses connections and has called within the last minute is not gone: a firewall may be before it.
+        """
         self._failures = {
             name: (when, why)
             for name, (when, why) in self._failures.items()
             if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
         }
-        gone = {name for name in self._refusing if name not in self._ring}
+        self._callers = {name: when for name, when in self._callers.items() if now - when < _FAILURE_SECONDS}
+        gone = {name for name in self._refusing if name not in self._ring and name not in self._callers}
         return {name: why for name, (_, why) in self._failures.items() if name not in gone}
 
     def pick(self) -> str | None:
