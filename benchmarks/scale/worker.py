@@ -63,7 +63,6 @@ class Role:
         self._peers, self._transports, self._before = peers, transports, before
 
     async def settle(self, peers: int) -> dict[str, Any]:
-        """Waits until all peers here know this number of peers."""
         return {"at": await self._all_read(peers_key(RUN), peers)}
 
     async def average(self, at: list[float]) -> dict[str, Any]:
@@ -79,13 +78,11 @@ class Role:
         return {"called": called, "begun": begun, "members": len(receipt.members), "group": receipt.group_id.hex()}
 
     async def store(self, key: str) -> dict[str, Any]:
-        """The first peer here stores a record."""
         at = time.monotonic()
         await self._peers[0].discovery.store(key, self._peers[0].endpoint, bytes(64), time.time() + 600)
         return {"at": at}
 
     async def see(self, key: str) -> dict[str, Any]:
-        """Waits until all peers here read a record under `key`."""
         return {"at": await self._all_read(key, 1)}
 
     async def _all_read(self, key: str, count: int) -> float:

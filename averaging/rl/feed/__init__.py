@@ -11,7 +11,6 @@ side).
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
 from averaging.rl.feed.connection import Connection, message_in, retry_pauses, split_url
-from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,
@@ -21,6 +20,7 @@ from averaging.rl.feed.messages import (
     Registration,
     ScoredData,
 )
+from averaging.rl.feed.run_state import CommandEvent
 from averaging.rl.feed.server import FeedServer
 
 __all__ = [

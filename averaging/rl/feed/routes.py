@@ -19,7 +19,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from averaging.errors import FeedError, printable
 from averaging.rl.feed.database import WRITE_RETRY_SECONDS, Database
-from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import (
     MAX_STEP,
     EnvIdentifier,
@@ -29,7 +28,7 @@ from averaging.rl.feed.messages import (
     ScoredData,
     decode,
 )
-from averaging.rl.feed.run_state import NoTrainerError, RunState
+from averaging.rl.feed.run_state import CommandEvent, NoTrainerError, RunState
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,28 @@ import msgspec
 from averaging.common import listed
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reservations
-from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import RegisterEnv, Registration
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 
 MIN_ENV_WEIGHT = 0.01  # lower bound of `env_weight`, so that no environment starves
 MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024  # environments of a run, and groups in the buffer of one of them
 MOST_STALE = 8  # environments whose stale groups the status names
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEvent:
+    """Something that happened: its name, a line about it, and what a program may want to know of it."""
+
+    name: str
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the event as `--json` prints it."""
+        return {"event": self.name, **self.fields}
 
 
 class NoTrainerError(FeedError):

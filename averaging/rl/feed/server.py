@@ -24,9 +24,8 @@ from averaging.common import HostQuota, is_count, loopback_here
 from averaging.errors import ConfigError, FeedError
 from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import Database
-from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.routes import Handler, Routes, error_reply
-from averaging.rl.feed.run_state import RunState
+from averaging.rl.feed.run_state import CommandEvent, RunState
 
 logger = logging.getLogger(__name__)
 

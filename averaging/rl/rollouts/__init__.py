@@ -8,9 +8,8 @@ that bring none), `making` and `posting` (groups, and their way to the feed), `t
 `runner` (the class).
 """
 
-from averaging.rl.rollouts.options import RolloutOptions
 from averaging.rl.rollouts.runner import Rollouts
-from averaging.rl.rollouts.samples import TruncatedMode
+from averaging.rl.rollouts.samples import RolloutOptions, TruncatedMode
 from averaging.rl.rollouts.tally import ROLLOUT_METRICS, RolloutTally
 
 __all__ = [

@@ -12,9 +12,8 @@ from averaging.errors import RolloutError
 from averaging.rl.feed import CommandEvent, retry_pauses
 from averaging.rl.rollouts.engine import EngineGateway
 from averaging.rl.rollouts.environment import VerifiersEnvironment
-from averaging.rl.rollouts.options import RolloutOptions
 from averaging.rl.rollouts.posting import GroupPoster
-from averaging.rl.rollouts.samples import SampledGroup, ScoredSequence, TruncatedMode, is_too_old
+from averaging.rl.rollouts.samples import RolloutOptions, SampledGroup, ScoredSequence, TruncatedMode, is_too_old
 from averaging.rl.rollouts.tally import RolloutTally
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import msgspec
 
 from averaging.errors import FeedError
 from averaging.rl.feed import Connection, FeedEnvironment, Posted, RegisterEnv, retry_pauses
-from averaging.rl.rollouts.options import RolloutOptions
-from averaging.rl.rollouts.samples import SampledGroup, group_of
+from averaging.rl.rollouts.samples import RolloutOptions, SampledGroup, group_of
 from averaging.rl.rollouts.tally import RolloutTally
 
 Answer = TypeVar("Answer")

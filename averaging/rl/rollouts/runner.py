@@ -13,8 +13,8 @@ from averaging.rl.feed import CommandEvent
 from averaging.rl.rollouts.engine import EngineClient, EngineGateway
 from averaging.rl.rollouts.environment import VerifiersEnvironment, check_tokenizer, model_context
 from averaging.rl.rollouts.making import GroupMaker
-from averaging.rl.rollouts.options import RolloutOptions
 from averaging.rl.rollouts.posting import GroupPoster
+from averaging.rl.rollouts.samples import RolloutOptions
 from averaging.rl.rollouts.tally import RolloutTally
 
 if TYPE_CHECKING:
