@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt, WeightPublisher
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.training import StrategyContext
@@ -111,6 +111,8 @@ def main(options: dict[str, Any]) -> None:
         more["transport"] = FatalTransport("127.0.0.1:0", None, max_message_bytes=64 << 20, **fatal)
     more |= patient(options) if options.get("patient") else {"join": options.get("join", [])}
     if options.get("publishes"):
+        from averaging import WeightPublisher  # the core has none
+
         more["services"] = [WeightPublisher(model)]
     opt = DecentralizedAverager(
         torch.optim.AdamW(model.parameters(), lr=0.01),
