@@ -11,7 +11,6 @@ from enum import StrEnum
 from operator import itemgetter
 from typing import NamedTuple
 
-from averaging.common import member_of
 from averaging.errors import printable
 from averaging.protocol import (
     ENTRY_BYTES,
@@ -138,8 +137,8 @@ class HyperparameterLog:
 class DriftCheck:
     """Compares one member of a group with the others.
 
-    The largest class of equal members is right: that with most hosts, then that with most members, then
-    that with the member that has trained longest. All members decide alike, and the others are named.
+    The largest class of equal members is right; of equally large ones, that with the member that has
+    trained longest. All members decide alike, and the others are named.
 
     Args:
         own: fingerprint of this member.
@@ -223,10 +222,9 @@ class DriftCheck:
             for name in sorted(classes[""])
         ]
 
-    def _weight(self, names: Sequence[str], members: Mapping[str, Fingerprint]) -> tuple[int, int, int]:
-        """How much members that are equal count: hosts, then members, then who has trained longest."""
-        distinct = {member_of(name) for name in names} - {""}
-        return len(distinct), len(names), -min(members[name].since for name in names)
+    def _weight(self, names: Sequence[str], members: Mapping[str, Fingerprint]) -> tuple[int, int]:
+        """How much members that are equal count: their number, then who has trained longest."""
+        return len(names), -min(members[name].since for name in names)
 
 
 class _Difference(NamedTuple):

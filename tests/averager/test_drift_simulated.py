@@ -83,7 +83,7 @@ def test_all_members_name_the_peer_that_differs_and_the_first_difference(fault: 
         assert drifts[0].name in first
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["gradients", "local"])
 def test_peers_of_unequal_speed_with_one_schedule_are_equal(strategy: str) -> None:
     """The schedule counts local steps, of which the peers have made different numbers; some come later."""
     names = [f"peer-{number}:1" for number in range(4)]
@@ -98,7 +98,7 @@ def test_peers_of_unequal_speed_with_one_schedule_are_equal(strategy: str) -> No
     assert any(receipt.averaged and len(receipt.members) == 4 for receipt in sites[3].receipts)
 
 
-SOME, ALL = range(5), range(5, 1000)
+SOME, ALL = range(3), range(3, 1000)
 """Seeds of the usual tests, and of the long ones besides."""
 
 

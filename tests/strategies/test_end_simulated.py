@@ -25,12 +25,12 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 
 
 def run_of(strategy: str, seed: int) -> tuple[Run, int]:
-    """A run of 2 to 8 peers, of which one may die, if it has not ended before. Also how many survive at least.
+    """A run of 2 to 5 peers, of which one may die, if it has not ended before. Also how many survive at least.
 
     One or two of them are up to two intervals behind: their loops are longer, or they join so late.
     """
     rng = random.Random(seed)
-    count = rng.randint(2, 8)
+    count = rng.randint(2, 5)
     dies = count > 2 and rng.random() < 0.7
     late = range(count - rng.randint(1, min(2, count - 1 - dies)), count)
     steps = 10 * INTERVAL + rng.choice((0, rng.randint(1, INTERVAL - 1)))
