@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 
-from averaging.common import CLIENT_PREFIX, Backoff, apart
+from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
 from averaging.discovery import Discovery, Entry, PublishedRecord
 from averaging.errors import AveragingError, PeerUnreachableError
 from averaging.protocol import progress_key
@@ -93,10 +93,13 @@ class RunProgress:
     def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
         """Whether this peer, and not the peers that differ from it, has options that its run does not have.
 
-        The greater number is right. Of equally many, those are among which is a peer that this one was told to join.
+        The greater number of hosts is right: several records of one host are one peer that is wrong several times. Of
+        equally many, those are right among which is a peer that this one was told to join.
         """
-        if len(differing) != 1 + len(alike):
-            return len(differing) > 1 + len(alike)
+        there, here = ({member_of(name) for name in names} - {""} for names in (differing, alike))
+        here.add(member_of(self._endpoint) or self._endpoint)  # a client counts for itself only
+        if len(there) != len(here):
+            return len(there) > len(here)
         return not {*self._given}.isdisjoint(differing) and {*self._given}.isdisjoint(alike)
 
     @property
