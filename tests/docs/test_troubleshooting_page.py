@@ -16,6 +16,7 @@ import torch
 from averaging.discovery.base import Diagnosis, KnownPeer
 from averaging.errors import AveragingError, JoinError
 from averaging.matchmaking.search_state import explain_absence
+from averaging.peer import PeerContext
 from averaging.security.ca import issue, make_authority
 from tests.support.certificates import NOW, stored, write
 from tests.support.pages import ROOT
@@ -52,7 +53,10 @@ def aged(directory: Path, days: float) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def options(age: float) -> dict[str, Any]:
         issued = issue(run, "peer", ("127.0.0.1",), NOW - timedelta(days=age), 1)
-        return {**stored(directory / str(age), run, issued), "clock": lambda: time.time() - age * 86400}
+        return {
+            **stored(directory / str(age), run, issued),
+            "context": PeerContext(clock=lambda: time.time() - age * 86400),
+        }
 
     return options(days), options(0)
 
