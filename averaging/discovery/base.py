@@ -33,15 +33,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """What discovery knows about another peer.
+    """What discovery knows about another peer."""
 
-    Attributes:
-        since: when it joined the run, by its own clock and as it claims, in seconds since the epoch.
-        values: the values that it has stored, by key.
-    """
-
-    since: float
-    values: Mapping[str, bytes]
+    since: float  # when it joined the run, by its own clock, in seconds since the epoch
+    values: Mapping[str, bytes]  # that it has stored, by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +137,7 @@ _MIN_WAIT = 0.001  # s; the loop's clock and the wall clock differ slightly
 
 
 class Watchers:
-    """Wakes the readers of a key when it changes or when something under it expires.
-
-    Args:
-        clock: seconds since the epoch.
-        read: returns the entries under a key.
-        next_expiration: when the first of them expires; None if there are none.
-    """
+    """Wakes the readers of a key when it changes or when something under it expires."""
 
     def __init__(
         self,
@@ -161,12 +150,10 @@ class Watchers:
         self._closed = False
 
     def notify(self, key: str) -> None:
-        """Wakes the readers of `key`."""
         for event in self._waiting.get(key, ()):
             event.set()
 
     def close(self) -> None:
-        """Ends all `watch` generators."""
         self._closed = True
         for key in self._waiting:
             self.notify(key)

@@ -28,17 +28,11 @@ def shards_key(run_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What one peer holds.
+    """What one peer holds."""
 
-    Attributes:
-        layout: description of how its site divides the model.
-        shard: number of its shard.
-        site: endpoint of the peer that leads its site.
-    """
-
-    layout: str
+    layout: str  # how its site divides the model
     shard: int
-    site: str
+    site: str  # endpoint of the peer that leads it
 
     def pack(self) -> bytes:
         return pack([self.layout, self.shard, self.site])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from averaging.discovery.gossip.identity import Author, Ed25519Identity, Unsigne
 from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.errors import JoinError
 from averaging.peer import PeerContext
-from averaging.protocol import progress_key
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
@@ -256,37 +254,6 @@ def test_of_a_key_with_very_many_records_a_peer_holds_a_part() -> None:
     simulate(main)
 
 
-def test_what_a_peer_holds_of_a_run_does_not_grow_with_the_run() -> None:
-    """Of the progress of all, 1,024 records of 250 bytes: the bound of docs/how-to/many-peers.md."""
-    key, sizes = progress_key("run"), {}
-
-    async def main(cluster: Cluster) -> None:
-        writer, rng, seal = cluster.etcd.client(), random.Random(1), LAYOUT
-        lease = await writer.grant(3000.0)
-        for number in range(2048):
-            author = Author("run", UnsignedIdentity(rng), RecordLimits())
-            name = f"10.0.{number // 256}.{number % 256}:4222"
-            record = author.write(key, name, bytes(250), later(600), virtual_time.clock(), None)
-            await writer.change({LAYOUT.name(record): seal.pack(record)}, lease)
-            if number + 1 in (1024, 2048):
-                tracemalloc.start()
-                discovery = EtcdDiscovery(
-                    *("run", f"10.0.3.{number % 3}:1", cluster.etcd.client()),
-                    identity=UnsignedIdentity(rng),
-                    clock=virtual_time.clock,
-                )
-                async with discovery:
-                    await discovery.follow(key)
-                    await settle()
-                    sizes[number + 1] = len(discovery.get(key)), tracemalloc.get_traced_memory()[0]
-                tracemalloc.stop()
-
-    simulate(main)
-    assert {held for held, _ in sizes.values()} == {EtcdSettings().most}
-    assert sizes[1024][1] < 4 << 20
-    assert sizes[2048][1] < 1.2 * sizes[1024][1]
-
-
 @pytest.mark.parametrize("bits", [False, True], ids=["one-key", "a-key-for-each-group"])
 def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
     rng, latency = random.Random(3), (0.02, 0.08)
@@ -367,27 +334,6 @@ def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
         author = Author("run", identity, RecordLimits())
         await write(author.write(KEY, "a:1", b"mine", later(30), virtual_time.clock(), None))
         assert peer.get(KEY)["a:1"].value == b"1"
-
-    simulate(main)
-
-
-@pytest.mark.parametrize("subkey", ["+", "a:2", "~"], ids=["first", "between", "last"])
-def test_values_that_are_no_records_hide_nobody(subkey: str) -> None:
-    """More of them than a peer holds records, before, between and behind those of the others."""
-
-    async def main(cluster: Cluster) -> None:
-        for name in ("b:1", "c:1"):
-            await (await cluster.peer(name)).store(KEY, name, b"1", later(300))
-        stranger, identity = cluster.etcd.client(), Ed25519Identity()
-        lease, prefix = await stranger.grant(300.0), LAYOUT.prefix(KEY, subkey)
-        forged = LAYOUT.pack(replace(signed(identity), value=b"other"))
-        for number in range(1100):
-            await stranger.change({prefix + b"%d" % number: b"\xff" if number % 2 else forged}, lease)
-        await settle()
-        newcomer = await cluster.peer("a:1")
-        await newcomer.store(KEY, "a:1", b"1", later(300))
-        await settle()
-        assert newcomer.get(KEY).keys() == {"a:1", "b:1", "c:1"}
 
     simulate(main)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from contextlib import aclosing
 
 import pytest
 
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.identity import Ed25519Identity, UnsignedIdentity
-from averaging.errors import ClosedError
 from averaging.protocol.messages import Record, Rumour
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, now, until
@@ -73,26 +71,6 @@ def test_records_of_one_tick_travel_in_one_message() -> None:
             await peers[3].store(KEY, f"a:{number + 1}", b"", in_an_hour())
         await until(everywhere(peers, KEY, {f"a:{number + 1}" for number in range(20)}), within=1)
         assert swarm.network.calls["push"] - before == 15
-
-    swarm.simulate(main())
-
-
-@pytest.mark.long
-def test_all_peers_read_what_all_store_at_once() -> None:
-    swarm = GossipSwarm(2)
-
-    async def main() -> None:
-        peers = await swarm.grow(64)
-        await asyncio.gather(
-            *(peer.store(KEY, f"peer-{number}:1", b"%d" % number, in_an_hour()) for number, peer in enumerate(peers))
-        )
-        names = {f"peer-{number}:1" for number in range(64)}
-        await until(everywhere(peers, KEY, names), within=3)
-        for peer in peers:
-            assert {entry.value for entry in peer.get(KEY).values()} == {b"%d" % number for number in range(64)}
-            assert peer.endpoints() == names
-            assert peer.knows("peer-7:1")
-            assert not peer.knows("peer-64:1")
 
     swarm.simulate(main())
 
@@ -189,47 +167,5 @@ def test_a_withdrawal_beats_the_old_record_that_arrives_late() -> None:
         await asyncio.sleep(8.9)
         assert await b.push(RUN, (Rumour(old),)) == ()
         assert b.get(KEY) == {}
-
-    swarm.simulate(main())
-
-
-def test_watching_merges_changes_and_sees_an_expiration_in_time() -> None:
-    swarm = GossipSwarm(8)
-
-    async def main() -> None:
-        a, b = await swarm.grow(2)
-        async with aclosing(b.watch(KEY)) as watching:
-            assert await anext(watching) == {}
-            expiration = virtual_time.clock() + 5
-            for number in range(10):
-                await a.store(KEY, "a:1", b"%d" % number, expiration)
-            await a.store(KEY, "b:1", b"", in_an_hour())
-            entries = await anext(watching)
-            assert entries["a:1"].value == b"9"
-            assert set(entries) == {"a:1", "b:1"}
-            assert set(await anext(watching)) == {"b:1"}
-            assert virtual_time.clock() == pytest.approx(expiration, abs=0.01)
-            await a.withdraw(KEY, "b:1")
-            assert await anext(watching) == {}
-
-    swarm.simulate(main())
-
-
-def test_watching_ends_when_the_discovery_is_left() -> None:
-    swarm = GossipSwarm(9)
-
-    async def main() -> None:
-        (a,) = await swarm.grow(1)
-
-        async def count() -> int:
-            return len([entries async for entries in a.watch(KEY)])
-
-        watcher = asyncio.create_task(count())
-        await asyncio.sleep(1)
-        await swarm.stop("peer-0:1")
-        assert await watcher == 1
-        with pytest.raises(ClosedError):
-            await a.store(KEY, "a:1", b"", in_an_hour())
-        await a.withdraw(KEY, "a:1")
 
     swarm.simulate(main())

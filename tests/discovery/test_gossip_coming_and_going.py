@@ -266,20 +266,6 @@ def test_a_partitioned_run_becomes_one_again() -> None:
     swarm.simulate(main())
 
 
-def test_expired_members_are_tried_again_even_without_a_seed() -> None:
-    swarm = GossipSwarm(17)
-
-    async def main() -> None:
-        a, b = await swarm.grow(2)
-        swarm.network.cut(frozenset(["peer-0:1"]))
-        await until(lambda: members(a) == {"peer-0:1"} and members(b) == {"peer-1:1"}, within=60)
-        await swarm.kill("peer-1:1")  # which had peer-0 as its seed
-        await joined(swarm.start("peer-1:1"))
-        await until(lambda: members(a) == {"peer-0:1", "peer-1:1"}, within=30)
-
-    swarm.simulate(main())
-
-
 def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -425,16 +411,5 @@ def test_leaving_a_frozen_network_ends_in_time() -> None:
         before = now()
         await swarm.stop("peer-0:1")
         assert swarm.settings.leave_timeout <= now() - before < swarm.settings.leave_timeout + 0.2
-
-    swarm.simulate(main())
-
-
-def test_it_is_entered_only_once() -> None:
-    swarm = GossipSwarm()
-
-    async def main() -> None:
-        await joined(swarm.start("a:1"))
-        with pytest.raises(ClosedError, match="only once"):
-            await swarm["a:1"].__aenter__()
 
     swarm.simulate(main())

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.record import Reason
-from averaging.errors import CallRefusedError, JoinError
-from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport
 from tests.support.grpc_fakes import MAX_MESSAGE_BYTES, FakePeer
-from tests.support.listening import listening
 from tests.support.ports import free_address
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -197,56 +193,3 @@ async def test_a_client_follows_one_member_and_then_another() -> None:
         await all_see([peers[0], client], KEY, {"a:1", "b:1", "c:1"})
         await client_host.stop()
         await all_see([peers[0]], KEY, {"a:1", "c:1"})
-
-
-@pytest.mark.asyncio
-async def test_seeds_that_all_fail_are_reported_with_the_reasons() -> None:
-    async with hosts() as started, AsyncExitStack() as stack:
-        started.append(stranger := Host(run_id="another"))
-        await stranger.joined()
-        closed = GrpcTransport("127.0.0.1:0", max_message_bytes=MAX_MESSAGE_BYTES)
-        nobody = await closed.bind()
-        await closed.close()
-
-        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.Event().wait()
-
-        silent = await stack.enter_async_context(listening(say_nothing))
-        with pytest.raises(JoinError, match="within 2 s") as caught:
-            await Host([stranger.endpoint, nobody, silent], join_timeout=2.0).joined()
-        assert caught.value.reasons.keys() == {stranger.endpoint, nobody, silent}
-        assert "belongs to run 'another'" in caught.value.reasons[stranger.endpoint]
-        assert "connection refused" in caught.value.reasons[nobody]
-        assert all(seed in str(caught.value) for seed in caught.value.reasons)
-
-
-@pytest.mark.asyncio
-async def test_what_strangers_send_is_refused() -> None:
-    async with hosts() as started:
-        (peer,) = await grow(started, 1)
-        stranger = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES)
-        try:
-            unsigned = Record(KEY, "a:1", b"", 1, time.time() + 10, owner=bytes(32), claimed=1)
-            oversized = Record(KEY, "a:1", bytes(2000), 1, time.time() + 10, owner=bytes(32), claimed=1)
-            refusals = await stranger.push(started[0].endpoint, RUN, (Rumour(unsigned, 1, 2), Rumour(oversized)))
-            assert [refusal.reason for refusal in refusals] == [Reason.FORGED, Reason.OVERSIZED]
-            assert peer.refused == {Reason.FORGED: 1, Reason.OVERSIZED: 1}
-            with pytest.raises(CallRefusedError, match="belongs to run"):
-                await stranger.push(started[0].endpoint, "another", ())
-            async with aclosing(stranger.exchange(started[0].endpoint, Digest(RUN, "", 0))) as replies:
-                reply = await anext(replies)
-            assert [record.subkey for record in reply.records] == [started[0].endpoint]
-        finally:
-            await stranger.close()
-
-
-@pytest.mark.long
-@pytest.mark.asyncio
-async def test_sixty_four_peers_read_what_each_declares() -> None:
-    async with hosts() as started:
-        peers = await grow(started, 64)
-        names = {host.endpoint for host in started}
-        await asyncio.gather(
-            *(peer.store(KEY, host.endpoint, b"", time.time() + 100) for peer, host in zip(peers, started, strict=True))
-        )
-        await all_see(peers, KEY, names, within=60)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import cast
 
 from averaging.discovery.gossip.access import GossipAccess, GossipSettings
-from averaging.discovery.gossip.membership import RING, Membership, all_others
+from averaging.discovery.gossip.membership import RING, Membership
 from averaging.transport.base import Transport
 
 OWN = "own:1"
@@ -111,18 +111,6 @@ def test_members_that_did_not_answer_or_were_lost_lately_are_called_again() -> N
     assert len({name for _ in range(50) for name in several.pick_silent(18.0)}) == 8
 
 
-def test_suspects_are_the_last_candidates_of_a_branch() -> None:
-    several = members()
-    names = [f"peer-{number}:1" for number in range(20)]
-    for name in names:
-        several.add(name)
-    for name in names[:10]:
-        several.suspect(name, 0.0, "no answer")
-    for branch in several.branches(*all_others(OWN), 2):
-        trusted = [name in names[10:] for name in branch.candidates]
-        assert trusted == sorted(trusted, reverse=True)
-
-
 def test_seeds_are_tried_again_until_they_are_members() -> None:
     several = members("a:1", "b:1", "a:1", OWN)
     assert several.seeds == ("a:1", "b:1")
@@ -166,13 +154,3 @@ def test_a_client_sends_through_the_source_of_its_stream() -> None:
     (branch,) = client.branches(1, RING - 1, 4)
     assert (branch.start, branch.end) == (1, RING - 1)
     assert branch.candidates == ("b:1", "c:1", "a:1", "seed:1")
-
-
-def test_a_client_reads_from_a_member_or_from_any_peer_that_may_be_up() -> None:
-    client = members("seed:1", endpoint="client::x")
-    assert client.pick_stream_source(0.0) == "seed:1"
-    client.add("a:1")
-    assert {client.pick_stream_source(0.0) for _ in range(20)} == {"a:1"}
-    client.suspect("a:1", 0.0, "no answer")
-    assert {client.pick_stream_source(0.0) for _ in range(50)} == {"a:1", "seed:1"}
-    assert members(endpoint="client::x").pick_stream_source(0.0) is None

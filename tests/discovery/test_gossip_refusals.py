@@ -16,7 +16,7 @@ from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time
-from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, until
+from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, until
 
 
 def push_from(swarm: GossipSwarm, *records: Record) -> asyncio.Task[list[str]]:
@@ -92,28 +92,6 @@ def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixtur
     swarm.simulate(main())
     expected = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
     assert len(expected) == (0 if reachable else 1)
-
-
-def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
-    swarm = GossipSwarm(24, settings=GossipSettings(limits=RecordLimits(records=20, records_per_owner=10)))
-
-    async def main() -> None:
-        await joined(swarm.start("peer-0:1"))
-        clock = virtual_time.clock()
-        reasons = []
-        for _ in range(3):
-            author = Author(RUN, UnsignedIdentity(swarm.rng), RecordLimits())
-            written = [author.write(KEY, f"{n}:1", b"", clock + 9, clock, None) for n in range(11)]
-            reasons.append(set(await push_from(swarm, *written)) - {Reason.FOREIGN})
-        assert reasons == [{Reason.OWNER_FULL}, {Reason.OWNER_FULL, Reason.FULL}, {Reason.FULL}] or reasons == [
-            {Reason.OWNER_FULL},
-            {Reason.FULL},
-            {Reason.FULL},
-        ]
-        assert len(swarm["peer-0:1"].get(KEY)) == 10
-        assert members(swarm["peer-0:1"]) == {"peer-0:1"}
-
-    swarm.simulate(main())
 
 
 def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:

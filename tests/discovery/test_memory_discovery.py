@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip.record import RecordLimits
-from averaging.errors import ClosedError, DiscoveryError
+from averaging.errors import DiscoveryError
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 
@@ -43,23 +43,6 @@ def test_other_peers_see_a_change_after_the_delay_and_its_owner_at_once() -> Non
     virtual_time.run(scenario())
 
 
-def test_a_thousand_peers_share_one_table() -> None:
-    async def scenario() -> None:
-        registry = MemoryRegistry(clock=virtual_time.clock)
-        peers = [MemoryDiscovery(registry) for _ in range(1000)]
-        for number, peer in enumerate(peers):
-            await peer.__aenter__()
-            await peer.store(KEY, f"peer-{number}:1", b"", virtual_time.clock() + 10)
-        assert all(len(peer.get(KEY)) == 1000 for peer in peers[::100])
-        for peer in peers[:500]:
-            await peer.__aexit__(None, None, None)
-        assert len(peers[-1].get(KEY)) == 500
-        await asyncio.sleep(10)
-        assert len(peers[-1].get(KEY)) == 0
-
-    virtual_time.run(scenario())
-
-
 def test_a_full_table_raises() -> None:
     async def scenario() -> None:
         registry = MemoryRegistry(clock=virtual_time.clock, limits=RecordLimits(records=2))
@@ -69,17 +52,5 @@ def test_a_full_table_raises() -> None:
             with pytest.raises(DiscoveryError, match="the table is full"):
                 await peer.store(KEY, "c:1", b"", virtual_time.clock() + 10)
             await peer.store(KEY, "a:1", b"new", virtual_time.clock() + 10)
-
-    virtual_time.run(scenario())
-
-
-def test_it_must_be_entered_and_only_once() -> None:
-    async def scenario() -> None:
-        peer = MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock))
-        with pytest.raises(ClosedError):
-            await peer.store(KEY, "a:1", b"", virtual_time.clock() + 10)
-        async with peer:
-            with pytest.raises(ClosedError):
-                await peer.__aenter__()
 
     virtual_time.run(scenario())

@@ -17,38 +17,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdSettings:
-    """Times (in seconds) and sizes of discovery in etcd.
+    """Times (in seconds) and sizes of discovery in etcd."""
 
-    Attributes:
-        name: the cluster as its user wrote it, for errors.
-        limits: bounds of acceptable records, as with gossip.
-        join_timeout: time within which etcd must answer; time in which this peer stood still does not count.
-        lease: time after which the records of a dead peer go.
-        renew: interval of the renewals of the lease.
-        presence: interval of the renewals of the record that shows that this peer is in the run.
-        neighbours: number of other peers that this peer knows although it reads none of their records. Together the
-            peers know all, so `averaging top` finds the whole run through any of them.
-        look: mean interval at which it looks for its neighbours.
-        most: number of records of one key that it holds.
-        lapse: time after which a key is no longer followed that nobody reads.
-        hold: time for which records that expire are kept while etcd does not answer, since nobody can renew them.
-        wait: time for which the first read of a key is waited for.
-        leave: time limit for the withdrawal of this peer's records when it leaves.
-    """
-
-    name: str = "etcd"
+    name: str = "etcd"  # the cluster as its user wrote it, for errors
     limits: RecordLimits = field(default_factory=RecordLimits)
-    join_timeout: float = 10.0
-    lease: float = 30.0
-    renew: float = 8.0
-    presence: float = 60.0
+    join_timeout: float = 10.0  # within which etcd must answer; time in which this peer stood still does not count
+    lease: float = 30.0  # after which the records of a dead peer go
+    renew: float = 8.0  # interval of the renewals of the lease
+    presence: float = 60.0  # interval of the renewals of the record that shows that this peer is in the run
+    # Other peers that this peer knows although it reads none of their records. Together the peers know all, so
+    # `averaging top` finds the whole run through any of them.
     neighbours: int = 32
-    look: float = 20.0
-    most: int = 1024
-    lapse: float = 60.0
-    hold: float = 600.0
-    wait: float = 3.0
-    leave: float = 1.0
+    look: float = 20.0  # mean time between two looks for neighbours
+    most: int = 1024  # records of one key that it holds
+    lapse: float = 60.0  # after which a key is no longer followed that nobody reads
+    hold: float = 600.0  # for which expired records stay while etcd does not answer, since nobody can renew them
+    wait: float = 3.0  # for the first read of a key
+    leave: float = 1.0  # for the withdrawal of this peer's records when it leaves
 
 
 class EtcdAccess:

@@ -30,17 +30,8 @@ FRESH_SECONDS = 1.0
 class FollowedKey:
     """Reads one key of the run. Everything that stands there is checked as if a peer had sent it by gossip.
 
-    Args:
-        key: the key of discovery.
-        endpoint: this peer. If there are more records than `most`, it holds those that come after it in their order.
-        most: number of records that it holds.
-        on_fresh: callback with each record that was written just now.
-
-    Attributes:
-        readers: number of present watches.
-        pinned: whether the key is followed until this peer leaves.
-        used: the loop's time of the last read.
-        loaded: event that is set when the records are there.
+    If there are more records than `most`, it holds those that come after this peer's own in their order. `on_fresh` is
+    called with each record that was written just now.
     """
 
     def __init__(
@@ -59,8 +50,9 @@ class FollowedKey:
         self._held: dict[bytes, Record] = {}
         self._revision = 0
         self._soon = asyncio.Event()
-        self.readers, self.pinned = 0, False
-        self.used = asyncio.get_running_loop().time()
+        self.readers = 0  # present watches
+        self.pinned = False  # it is followed until this peer leaves
+        self.used = asyncio.get_running_loop().time()  # for the last time
         self.loaded = asyncio.Event()
 
     async def until_loaded(self) -> None:

@@ -25,55 +25,29 @@ def is_refused(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipSettings:
-    """Times (in seconds) and sizes of gossip discovery.
-
-    Attributes:
-        limits: bounds of acceptable records.
-        join_timeout: time within which a seed must answer; time in which this peer stood still does not count.
-        peer_lifetime: lifetime of a presence record, and so the time after which a dead peer is no longer a member.
-        peer_refresh: interval of the renewals of the presence record. A renewal must reach all peers before the
-            previous record expires, which takes about ten exchanges in a run of a thousand peers.
-        fanout: number of branches into which a peer splits a range of the ring, see `membership`.
-        tick: rumours within this time are sent together.
-        push_timeout: time limit of one push; then the next peer of the branch is tried.
-        rumour_timeout: age from which a rumour is no longer sent; exchanges spread the record.
-        exchange_interval: mean interval of the exchanges with a random member.
-        exchange_timeout: time limit of one exchange.
-        retry_interval: mean interval of the calls to unreachable seeds and members.
-        retry_lost: time during which an expired member is tried again.
-        max_lost: number of expired members that are remembered.
-        look_up_interval: mean interval of the look-ups of seeds while no other peer is known.
-        initial_backoff: first pause before a failed seed is called again, or a client looks for another peer to follow.
-            It doubles with each failure.
-        max_backoff: upper bound of that pause.
-        leave_timeout: time limit for sending the withdrawals when leaving.
-        rumours_per_push: records in one push.
-        records_per_reply: records in one message of an exchange.
-        max_streams: number of clients that may follow one peer.
-        stream_backlog: number of records that may wait for a client; the stream of a slower client ends.
-    """
+    """Times (in seconds) and sizes of gossip discovery."""
 
     limits: RecordLimits = field(default_factory=RecordLimits)
-    join_timeout: float = 10.0
-    peer_lifetime: float = 30.0
-    peer_refresh: float = 10.0
-    fanout: int = 4
-    tick: float = 0.005
-    push_timeout: float = 2.0
-    rumour_timeout: float = 10.0
-    exchange_interval: float = 2.0
+    join_timeout: float = 10.0  # within which a seed must answer; time in which this peer stood still does not count
+    peer_lifetime: float = 30.0  # of a presence record, and so the time after which a dead peer is no longer a member
+    peer_refresh: float = 10.0  # interval of its renewals, which reach all of a thousand peers after ten exchanges
+    fanout: int = 4  # branches into which a peer splits a range of the ring, see `membership`
+    tick: float = 0.005  # rumours within this time are sent together
+    push_timeout: float = 2.0  # of one push; then the next peer of the branch is tried
+    rumour_timeout: float = 10.0  # age from which a rumour is no longer sent; exchanges spread the record
+    exchange_interval: float = 2.0  # mean time between exchanges with a random member, and calls to silent ones
     exchange_timeout: float = 10.0
-    retry_interval: float = 10.0
-    look_up_interval: float = 5.0
-    retry_lost: float = 600.0
-    max_lost: int = 256
-    initial_backoff: float = 0.1
-    max_backoff: float = 2.0
-    leave_timeout: float = 1.0
+    retry_interval: float = 10.0  # mean time between calls to seeds and members that are missing
+    look_up_interval: float = 5.0  # mean time between look-ups of seeds while no other peer is known
+    retry_lost: float = 600.0  # for which an expired member is tried again
+    max_lost: int = 256  # expired members that are remembered
+    initial_backoff: float = 0.1  # until a failed seed is called again, or a client looks for another peer to follow
+    max_backoff: float = 2.0  # to which it doubles
+    leave_timeout: float = 1.0  # for sending the withdrawals when leaving
     rumours_per_push: int = 256
-    records_per_reply: int = 128
-    max_streams: int = 256
-    stream_backlog: int = 1024
+    records_per_reply: int = 128  # in one message of an exchange
+    max_streams: int = 256  # clients that may follow one peer
+    stream_backlog: int = 1024  # records that may wait for a client; the stream of a slower client ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class AntiEntropy:
-    """Both sides of an exchange of records.
-
-    Args:
-        merge: merges a record from the network; its second argument is the sender.
-        rumours: sends the records that the other side lacks.
-        offsets: learns the clocks of the peers that answer.
-    """
+    """Both sides of an exchange of records. `merge` takes a record from the network, and the sender for the log."""
 
     def __init__(
         self,
@@ -101,12 +95,7 @@ _MAX_TRIES = 3  # members that are asked in a row until one answers
 
 
 class Maintenance:
-    """The background loops of one peer; each runs until it is cancelled.
-
-    Args:
-        merge: merges a record from the network; its second argument is the sender.
-        on_answer: callback after each answer of a member.
-    """
+    """The background loops of one peer; each runs until it is cancelled."""
 
     def __init__(
         self,

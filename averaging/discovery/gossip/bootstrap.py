@@ -49,13 +49,8 @@ class Waiting:
 class Bootstrap:
     """The seeds and their answers.
 
-    Args:
-        seeds: the seeds, and the sources that name more.
-        compare: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
-        hint: returns a sentence about the cause, for the error if no seed answers; empty if there is none.
-
-    Attributes:
-        joined_itself: whether all seeds turned out to be this peer, or the sources name no other.
+    `compare` exchanges records with a seed, and raises one of `CALL_FAILURES` if that fails; `hint` returns a sentence
+    about the cause, for the error if no seed answers.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class Bootstrap:
     ) -> None:
         self._access, self._members, self._seeds = access, members, seeds
         self._compare, self._hint = compare, hint
-        self.joined_itself = False
+        self.joined_itself = False  # all seeds turned out to be this peer, or the sources name no other
         self._answered = False
         self._done = asyncio.Event()  # a seed has answered, or all refuse
         self._refusing: dict[str, float] = {}  # since when each seed has refused all calls

@@ -34,11 +34,7 @@ class _Estimate:
 
 
 class ClockOffsets:
-    """Estimates the offsets of other peers' clocks, and logs a warning if one is too large.
-
-    Args:
-        tolerance: seconds by which two clocks may differ.
-    """
+    """Estimates the offsets of other peers' clocks, and logs a warning if one is over `tolerance` seconds."""
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance

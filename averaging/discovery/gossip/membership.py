@@ -127,12 +127,7 @@ _LOST_AT_ONCE = 8  # of many that expired together: enough to find one of them a
 class Membership:
     """The other members of the run. Clients are not among them, since they accept no connections.
 
-    Args:
-        seeds: the peers to join.
-        on_refused: callback for a member that has refused a connection.
-
-    Attributes:
-        stream_source: the member whose stream this peer reads, if it is a client.
+    `on_refused` is called with a member that has refused a connection.
     """
 
     def __init__(
@@ -149,7 +144,7 @@ class Membership:
         self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
         self._joined_seeds: set[str] = set()  # the seeds that have been members
         self.set_seeds(seeds)
-        self.stream_source: str | None = None
+        self.stream_source: str | None = None  # the member whose stream this peer reads, if it is a client
 
     @property
     def seeds(self) -> tuple[str, ...]:

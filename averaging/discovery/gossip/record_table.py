@@ -54,12 +54,7 @@ _NOTHING_NEW = Merged()
 
 
 class RecordTable:
-    """The newest record of every owner under every (key, subkey).
-
-    Args:
-        limits: bounds of acceptable records.
-        verify: returns whether the signature of a record is valid.
-    """
+    """The newest record of every owner under every (key, subkey); `verify` tells whether a signature is valid."""
 
     def __init__(self, limits: RecordLimits, verify: Callable[[Record], bool]) -> None:
         self._limits, self._verify = limits, verify
@@ -251,15 +246,8 @@ _WARNING_PERIOD = 60.0  # s between two warnings of the same kind
 class RecordStore:
     """The table of one peer. There is no background task: expired records are removed before each access.
 
-    Args:
-        author: writes this peer's records and verifies all signatures.
-        limits: bounds of acceptable records.
-        clock: seconds since the epoch.
-        on_change: callback for each change for readers, and whether an expiration caused it.
-        holds: whether expired records stay for now, since their owners cannot renew them.
-
-    Attributes:
-        refused: number of records that were refused, by reason.
+    `on_change` is called with each change for readers, and whether an expiration caused it. While `holds()`, expired
+    records stay, since their owners cannot renew them.
     """
 
     def __init__(
@@ -267,8 +255,8 @@ class RecordStore:
         author: Author,
         limits: RecordLimits,
         clock: Callable[[], float],
-        on_change: Callable[[Change, bool], None] | None = None,
-        holds: Callable[[], bool] = lambda: False,
+        on_change: Callable[[Change, bool], None],
+        holds: Callable[[], bool],
     ) -> None:
         self._author, self._limits, self._holds = author, limits, holds
         self._clock, self._on_change = clock, on_change
@@ -311,7 +299,6 @@ class RecordStore:
         now = self._clock()
         withdrawal = self._author.withdraw(previous, now)
         self._changed(self._table.merge(withdrawal, now).change)
-        self._waiting.pop((key, subkey), None)
         return withdrawal
 
     def withdraw_all(self) -> list[Record]:
@@ -352,8 +339,7 @@ class RecordStore:
             return
         self._watchers.notify(change.key)
         self._log_waiting(change.key, change.subkey)
-        if self._on_change is not None:
-            self._on_change(change, expired)
+        self._on_change(change, expired)
 
     def count_refusal(self, reason: Reason, key: str, subkey: str, sender: str) -> None:
         """Counts a record that was refused, and logs it once a minute for each reason."""
@@ -367,13 +353,12 @@ class RecordStore:
             )
 
     def _log_waiting(self, key: str, subkey: str) -> None:
-        """Logs once that another owner holds a place of this peer, and once that this peer holds it."""
+        """Logs once that another owner holds a place of this peer."""
         place = (key, subkey)
         own = self._table.claim(key, subkey, self._author.owner)
         holder = self._table.holder(key, subkey)
         if own is None or own.withdrawn or holder is None or holder is own:
-            if self._waiting.pop(place, None) is not None and holder is own and own is not None:
-                logger.info("this peer's record of %r under %r is in force now", subkey, key)
+            self._waiting.pop(place, None)
         elif self._waiting.get(place) != holder.owner:
             self._waiting[place] = holder.owner
             logger.warning(

@@ -40,11 +40,7 @@ class _Queue:
 
 
 class Rumours:
-    """The records that this peer has to send.
-
-    Args:
-        on_refused: callback for a peer and the records that it refused.
-    """
+    """The records that this peer has to send. `on_refused` is called with a peer and the records that it refused."""
 
     def __init__(
         self, access: GossipAccess, members: Membership, on_refused: Callable[[str, tuple[Refusal, ...]], None]
