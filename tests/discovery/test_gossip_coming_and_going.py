@@ -10,7 +10,6 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import ClosedError, JoinError
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
@@ -92,20 +91,6 @@ def test_a_peer_that_stood_still_beyond_its_expiration_is_back_at_once() -> None
         await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 1)
         await until(lambda: members(swarm["a:1"]) == {"a:1"}, 3.5)
         await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 8)
-
-    swarm.simulate(main())
-
-
-def test_a_presence_record_that_does_not_fit_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = GossipSwarm(settings=GossipSettings(limits=RecordLimits(records=2), peer_lifetime=3.0))
-
-    async def main() -> None:
-        await joined(swarm.start("a:1"))
-        await until(lambda: not members(swarm["a:1"]), 3.5)
-        for number in range(2):
-            await swarm["a:1"].store(KEY, f"{number}:1", b"", virtual_time.clock() + 8)
-        await until(lambda: "could not renew the record" in caplog.text, 8)
-        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 11)
 
     swarm.simulate(main())
 
@@ -210,23 +195,6 @@ def test_a_peer_that_stood_still_while_it_joined_goes_on() -> None:
         virtual_time.stand_still(60)
         await joined(sleeper)
         await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
-
-    swarm.simulate(main())
-
-
-def test_all_join_a_run_that_stood_still_meanwhile() -> None:
-    swarm = GossipSwarm(17)
-
-    async def main() -> None:
-        await joined(swarm.start("seed:1"))
-        hosts = [swarm.start(f"peer-{number}:1", ["seed:1"], join_timeout=20.0) for number in range(32)]
-        await asyncio.sleep(0.03)
-        assert not any(host.joined.is_set() for host in hosts)
-        virtual_time.stand_still(25)
-        for host in hosts:
-            await joined(host)
-        everybody = [host.discovery for host in swarm.hosts.values()]
-        await until(everywhere(everybody, PEERS, set(swarm.hosts)), within=10)
 
     swarm.simulate(main())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import cast
 
 from averaging.discovery.gossip.access import GossipAccess, GossipSettings
@@ -26,21 +25,6 @@ def test_only_endpoints_of_other_peers_are_members() -> None:
     assert len(several) == 2
     assert {several.pick() for _ in range(50)} == {"a:1", "b:1"}
     assert members().pick() is None
-
-
-def test_suspects_are_picked_only_if_there_are_no_other_members() -> None:
-    several = members()
-    for name in ("a:1", "b:1", "c:1"):
-        several.add(name)
-    several.suspect("a:1", 0.0, "no answer")
-    several.suspect("b:1", 0.0, "no answer")
-    several.suspect("stranger:1", 0.0, "no answer")
-    assert {several.pick() for _ in range(50)} == {"c:1"}
-    several.suspect("c:1", 0.0, "no answer")
-    assert Counter(several.pick() for _ in range(300)).keys() == {"a:1", "b:1", "c:1"}
-    several.add("a:1")
-    several.note_call("b:1", 100.0)
-    assert {several.pick() for _ in range(50)} == {"a:1", "b:1"}
 
 
 def test_silent_peers_are_listed_with_the_reason_for_a_minute() -> None:
@@ -131,16 +115,6 @@ def test_an_expired_member_is_tried_again_for_a_while_and_one_that_left_is_not()
     several.add("back:1")
     assert several.pick_missing(600.0) == ["expired:1"]
     assert several.pick_missing(700.0) == []
-
-
-def test_a_few_of_many_expired_members_are_tried_again_and_the_last_are_remembered() -> None:
-    several = members(max_lost=20)
-    for number in range(100):
-        several.add(f"peer-{number}:1")
-        several.remove(f"peer-{number}:1", 0.0, expired=True)
-    tried = several.pick_missing(1.0)
-    assert len(tried) == 8
-    assert {int(name[5:-2]) for _ in range(50) for name in several.pick_missing(1.0)} == set(range(80, 100))
 
 
 def test_a_client_sends_through_the_source_of_its_stream() -> None:

@@ -117,25 +117,6 @@ def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
     swarm.simulate(main())
 
 
-def test_a_peer_that_has_left_refuses_all_calls() -> None:
-    swarm = GossipSwarm(27)
-
-    async def main() -> None:
-        host = swarm.start("peer-0:1")
-        await joined(host)
-        host.leave.set()
-        await asyncio.sleep(0.01)  # calls in progress may still end
-        stranger = swarm.network.transport("stranger:1")
-        with pytest.raises(CallRefusedError, match="has left the run"):
-            await stranger.push("peer-0:1", RUN, ())
-        for stream in (stranger.exchange, stranger.subscribe):
-            with pytest.raises(CallRefusedError, match="has left the run"):
-                async with aclosing(stream("peer-0:1", Digest(RUN, "", 0))) as replies:
-                    await anext(replies)
-
-    swarm.simulate(main())
-
-
 def test_no_peer_can_make_the_run_repeat_a_rumour() -> None:
     swarm = GossipSwarm(26, settings=GossipSettings(exchange_interval=1e6))
 

@@ -193,18 +193,6 @@ def test_an_author_writes_no_record_that_others_would_refuse(arguments: tuple[st
 # How tables merge
 
 
-def test_only_a_newer_version_is_new() -> None:
-    t = table()
-    assert t.merge(record(version=10, value=b"old"), NOW).is_new
-    change = t.merge(record(version=11, value=b"new"), NOW).change
-    assert change is not None
-    assert change.after is not None
-    assert change.after.value == t.read("run.0b")["a:1"].value == b"new"
-    assert not t.merge(record(version=11, value=b"new"), NOW).is_new
-    assert not t.merge(record(version=10, value=b"old"), NOW).is_new
-    assert len(t) == 1
-
-
 def test_a_withdrawal_beats_a_late_old_record_until_that_expires() -> None:
     t, old = table(), record()
     assert t.merge(withdrawal(old, 11), NOW).is_new
@@ -228,14 +216,6 @@ def test_the_first_owner_holds_a_place_until_its_record_expires_and_then_the_nex
     (change,) = t.expire(NOW + 5)
     assert change.after is not None
     assert change.after.owner == OWNERS[1]
-    assert t.read("run.0b")["a:1"].value == b"foreign"
-
-
-def test_a_withdrawal_gives_the_place_to_the_next_owner() -> None:
-    t, mine = table(), record(claimed=10)
-    t.merge(mine, NOW)
-    t.merge(record(owner=OWNERS[1], version=20, claimed=20, value=b"foreign"), NOW)
-    t.merge(withdrawal(mine, 30), NOW)
     assert t.read("run.0b")["a:1"].value == b"foreign"
 
 
@@ -273,15 +253,6 @@ def test_a_record_with_the_id_of_another_one_is_refused(monkeypatch: pytest.Monk
     assert held.merge(record(subkey="b:1"), NOW).reason is Reason.CLASH
     assert held.merge(record(version=11), NOW).is_new
     assert set(held.read("run.0b")) == {"a:1"}
-
-
-def test_a_record_that_is_replaced_often_does_not_fill_the_memory() -> None:
-    t = table()
-    for version in range(10, 2000):
-        t.merge(record(version=version), NOW)
-    assert len(t._expirations) < 100
-    t.expire(NOW + 10)
-    assert len(t) == 0
 
 
 def test_comparing_tables_finds_what_each_lacks() -> None:

@@ -29,17 +29,11 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The state of joining while no seed has answered.
+    """The state of joining while no seed has answered."""
 
-    Attributes:
-        seconds: time since it began.
-        timeout: time after which it fails, in seconds.
-        reasons: for each seed, the reason why it has not answered.
-    """
-
-    seconds: float
-    timeout: float
-    reasons: Mapping[str, str]
+    seconds: float  # since it began
+    timeout: float  # seconds after which it fails
+    reasons: Mapping[str, str]  # for each seed, why it has not answered
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{seed}: {reason}" for seed, reason in self.reasons.items())

@@ -26,20 +26,12 @@ _NUMBERS = struct.Struct("<QQd?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLimits:
-    """What a table of records accepts.
+    """What a table of records accepts. A full table refuses new records, updates those it has, and evicts none."""
 
-    Attributes:
-        records: number of records in the table, withdrawals included. A full table refuses new records and updates
-            those it has. It never evicts one, since a peer that writes many could then push all others out.
-        records_per_owner: number of records of one owner.
-        lifetime: seconds from now until the latest expiration.
-        clock_tolerance: seconds by which the clocks of two peers may differ.
-    """
-
-    records: int = 16384
+    records: int = 16384  # withdrawals included
     records_per_owner: int = 256
-    lifetime: float = MAX_LIFETIME
-    clock_tolerance: float = 3.0
+    lifetime: float = MAX_LIFETIME  # seconds from now until the latest expiration
+    clock_tolerance: float = 3.0  # seconds by which the clocks of two peers may differ
 
 
 class Reason(StrEnum):

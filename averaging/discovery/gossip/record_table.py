@@ -37,17 +37,11 @@ class Change(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """The result of merging a record into the table.
+    """The result of merging a record into the table."""
 
-    Attributes:
-        is_new: whether it was accepted, so that other peers may lack it.
-        reason: cause of a refusal. If `is_new`, this can only be `FOREIGN`: another owner holds the place.
-        change: the change for readers, if there is any.
-    """
-
-    is_new: bool = False
-    reason: Reason | None = None
-    change: Change | None = None
+    is_new: bool = False  # it was accepted, so other peers may lack it
+    reason: Reason | None = None  # of a refusal. If `is_new`, this can only be `FOREIGN`: another owner holds the place
+    change: Change | None = None  # for readers, if there is any
 
 
 _NOTHING_NEW = Merged()
