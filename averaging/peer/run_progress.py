@@ -27,14 +27,7 @@ PAUSE = 0.02
 
 
 class RunProgress:
-    """What the peers of a run announce under one key, such as `RUN.progress`.
-
-    Args:
-        key: the key; that of the progress if None.
-
-    Attributes:
-        notice: this peer's own record; it is kept while the peer is entered.
-    """
+    """What the peers of a run announce under one key; that of the progress if `key` is None."""
 
     def __init__(
         self,
@@ -49,6 +42,7 @@ class RunProgress:
         self._own: bytes | None = None
         self._given, self._apart = given, dict[str, str]()  # peers that this one cannot average with, and why
         self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
+        # This peer's own record; it is kept while the peer is entered.
         self.notice = PublishedRecord(
             discovery,
             self._key,

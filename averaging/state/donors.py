@@ -68,7 +68,8 @@ def unpack_priority(value: bytes) -> float | None:
 
 PREPARING = 10
 """Times `silence` for the first message of a donor that answers calls but has not begun to send. It may be copying a
-large state and computing its digests, 0.6 s for a GiB on an idle AMD EPYC."""
+large state and computing its digests, 0.6 s for a GiB on an idle AMD EPYC. While others can be asked, a donor has the
+same part of `silence`: it may be stopped, and this peer would stand still."""
 
 LEAST_RATE = SLOW_LINK / 8
 """Bytes per second below which the next donor is asked. What came is kept, and the last one may be as slow as it is."""
@@ -82,17 +83,17 @@ class DonorWatch:
 
     Args:
         silence: seconds until each message.
-        preparing: whether the first message may take `PREPARING` times as long.
+        first: multiple of it for the first message.
         least_rate: bytes per second that are expected in each `silence` seconds after the first message; 0 for none.
 
     Raises:
         TimeoutError: the donor was silent for too long or delivered too little. The message has the figures.
     """
 
-    def __init__(self, silence: float, *, preparing: bool, least_rate: float) -> None:
+    def __init__(self, silence: float, *, first: float, least_rate: float) -> None:
         self._silence, self._rate = Deadline(silence, "timeout"), least_rate
-        first = Deadline(PREPARING * silence, f"{PREPARING} × timeout") if preparing else self._silence
-        self._limit = FairTimeout(first, silence)
+        begin = self._silence if first == 1 else Deadline(first * silence, f"{first:g} × timeout")
+        self._limit = FairTimeout(begin, silence)
         self._began: float | None = None  # the window of the rate, in fair seconds of the messages so far
         self._now, self._delivered = 0.0, 0
 

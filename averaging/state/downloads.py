@@ -13,7 +13,7 @@ from dataclasses import replace
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.protocol import Resume
 from averaging.state.assembler import ReceivedState, StateAssembler, StateLimits
-from averaging.state.donors import LEAST_RATE, DonorWatch
+from averaging.state.donors import LEAST_RATE, PREPARING, DonorWatch
 from averaging.state.manifest import State
 from averaging.tensors import Schema
 from averaging.transport import Transport, is_alive
@@ -165,7 +165,8 @@ class _Download:
         alone: bool,
     ) -> None:
         started = False
-        watch = DonorWatch(self._silence, preparing=donor in self._prepare, least_rate=0.0 if alone else LEAST_RATE)
+        first = PREPARING if donor in self._prepare else 1 if alone else 1 / PREPARING
+        watch = DonorWatch(self._silence, first=first, least_rate=0.0 if alone else LEAST_RATE)
         try:
             async with watch, aclosing(self._transport.download_state(donor, resume)) as messages:
                 async for message in messages:

@@ -19,7 +19,7 @@ from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
 
 STALL_TIMEOUT = 30.0
-LINK_10_MBIT, LINK_256_KBIT = 10e6 / 8, 256e3 / 8
+LINK_10_MBIT, LINK_1_MBIT, LINK_256_KBIT = 10e6 / 8, 1e6 / 8, 256e3 / 8
 
 
 def snapshot(mib: float) -> Snapshot:
@@ -102,12 +102,12 @@ def fetch(donors: dict[str, Donor]) -> tuple[Network, float, str, str]:
 
 def test_a_slow_donor_is_left_for_a_faster_one_and_what_it_sent_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     state = snapshot(8)
-    network, seconds, donor, _ = fetch({"slow:1": Donor(state, LINK_256_KBIT), "x:1": Donor(state, LINK_10_MBIT)})
+    network, seconds, donor, _ = fetch({"slow:1": Donor(state, LINK_1_MBIT), "x:1": Donor(state, LINK_10_MBIT)})
     assert donor == "x:1"
     (_, nothing), (_, kept) = network.calls
     assert nothing == 0
-    assert kept >= STALL_TIMEOUT * LINK_256_KBIT - (256 << 10)
-    assert seconds <= STALL_TIMEOUT + 8.2 + 8.2 + ((8 << 20) - kept) / LINK_10_MBIT  # 8.2 s are a message
+    assert kept >= STALL_TIMEOUT * LINK_1_MBIT - (256 << 10)
+    assert seconds <= STALL_TIMEOUT + 2 * 2.1 + ((8 << 20) - kept) / LINK_10_MBIT  # 2.1 s are a message
     (told,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert "could not download the state from slow:1: delivered" in told
     assert "downloaded it from x:1" in told
