@@ -60,17 +60,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What travels in one message: a slice of one tensor, or several small slices of tensors of one form.
+    """What travels in one message: a slice of one tensor, or several small slices of tensors of one form."""
 
-    Attributes:
-        slices: at least one; their elements follow one another in the part.
-        tensor: index of the first tensor, whose form all others have as well.
-        numel: number of elements.
-    """
-
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...]  # at least one; their elements follow one another in the part
+    # index of the first tensor, whose form all others have as well
     tensor: int = field(init=False, compare=False, repr=False)
-    numel: int = field(init=False, compare=False, repr=False)
+    numel: int = field(init=False, compare=False, repr=False)  # number of elements
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor", self.slices[0].tensor)

@@ -72,23 +72,16 @@ def spelling(style: Spelling) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The values that an option may have.
+    """The values that an option may have."""
 
-    Attributes:
-        metavar: placeholder of a value in --help.
-        expected: description of the values in errors, such as "a whole number from 1 to 16".
-        accepts: whether something is such a value.
-        convert: returns the value as it is kept. It may raise a ConfigError with a reason of its own.
-        read: parses the text of a variable or of the command line. A ValueError means that the text does not fit.
-        bounds: the range of a number x in --help, such as "x>=2".
-    """
-
-    metavar: str
-    expected: str
-    accepts: Callable[[Any], bool]
+    metavar: str  # placeholder of a value in --help
+    expected: str  # description of the values in errors, such as "a whole number from 1 to 16"
+    accepts: Callable[[Any], bool]  # whether something is such a value
+    # returns the value as it is kept. It may raise a ConfigError with a reason of its own.
     convert: Callable[[Any], Any] = lambda value: value
+    # parses the text of a variable or of the command line. A ValueError means that the text does not fit.
     read: Callable[[str], Any] = str
-    bounds: str = ""
+    bounds: str = ""  # the range of a number x in --help, such as "x>=2"
 
     def check(self, name: str, value: Any) -> Any:
         """Returns the value as it is kept, or raises a ConfigError that names the option by `name`."""
@@ -237,27 +230,17 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of an option.
+    """The declaration of an option."""
 
-    Attributes:
-        kind: its values.
-        default: its default; MISSING if it has none.
-        help: meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
-        section: title under which it is documented; empty for an option that is not.
-        flag: whether the command has it.
-        shared: whether the peers of a run should agree on it.
-        optional: whether None is a value beside the default.
-        alike: whether it must be the same at all peers of a run, or their rounds fail.
-    """
-
-    kind: Kind
-    default: Any
+    kind: Kind  # its values
+    default: Any  # its default; MISSING if it has none
+    # meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
     help: str = ""
-    section: str = ""
-    flag: bool = True
-    shared: bool = False
-    optional: bool = False
-    alike: bool = False
+    section: str = ""  # title under which it is documented; empty for an option that is not
+    flag: bool = True  # whether the command has it
+    shared: bool = False  # whether the peers of a run should agree on it
+    optional: bool = False  # whether None is a value beside the default
+    alike: bool = False  # whether it must be the same at all peers of a run, or their rounds fail
 
     def help_as(self, style: Callable[[str], str]) -> str:
         return re.sub(r"\{(\w+)\}", lambda name: style(name[1]), self.help)

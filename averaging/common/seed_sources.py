@@ -37,21 +37,13 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
-    """A source of addresses.
+    """A source of addresses."""
 
-    Attributes:
-        text: the source as its user wrote it.
-        kind: where it looks.
-        name: the host name, the path, or the key.
-        port: the port of all peers; 0 where the source has ports of its own.
-        members: addresses of the members of an etcd cluster.
-    """
-
-    text: str
-    kind: SourceKind
-    name: str = ""
-    port: int = 0
-    members: tuple[str, ...] = ()
+    text: str  # the source as its user wrote it
+    kind: SourceKind  # where it looks
+    name: str = ""  # the host name, the path, or the key
+    port: int = 0  # the port of all peers; 0 where the source has ports of its own
+    members: tuple[str, ...] = ()  # addresses of the members of an etcd cluster
 
     def __str__(self) -> str:
         return self.text

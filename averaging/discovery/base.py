@@ -20,15 +20,10 @@ MAX_LIFETIME = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record as readers see it.
+    """A record as readers see it."""
 
-    Attributes:
-        value: its value.
-        expiration: when it expires, in seconds since the epoch.
-    """
-
-    value: bytes
-    expiration: float
+    value: bytes  # its value
+    expiration: float  # when it expires, in seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +36,19 @@ class KnownPeer:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The other peers, and what may keep them from this peer, as far as discovery knows.
+    """The other peers, and what may keep them from this peer, as far as discovery knows."""
 
-    Attributes:
-        peers: the other peers of the run, by endpoint.
-        silent: peers that did not answer this peer lately, and why.
-        clock_offsets: peers whose clock differs by more than is allowed. The value is the number of seconds by which
-            that clock is ahead; it is negative if it is behind.
-        clock_ahead: seconds by which this peer's clock is ahead of the median of the others; None if none has answered.
-        clock_correction: seconds to add to this peer's clock for the median of all clocks, its own included, so that
-            all peers reckon the same time; 0 if no other clock is known.
-        isolation: a text why there may be no other peers and what to do, if this follows from this peer's `join`.
-    """
-
-    peers: Mapping[str, KnownPeer]
-    silent: Mapping[str, str] = field(default_factory=dict)
+    peers: Mapping[str, KnownPeer]  # the other peers of the run, by endpoint
+    silent: Mapping[str, str] = field(default_factory=dict)  # peers that did not answer this peer lately, and why
+    # peers whose clock differs by more than is allowed. The value is the number of seconds by which that clock is
+    # ahead; it is negative if it is behind.
     clock_offsets: Mapping[str, float] = field(default_factory=dict)
+    # a text why there may be no other peers and what to do, if this follows from this peer's `join`
     isolation: str = ""
+    # seconds by which this peer's clock is ahead of the median of the others; None if none has answered
     clock_ahead: float | None = None
+    # seconds to add to this peer's clock for the median of all clocks, its own included, so that all peers reckon the
+    # same time; 0 if no other clock is known
     clock_correction: float = 0.0
 
 

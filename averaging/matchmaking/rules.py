@@ -76,14 +76,10 @@ class Quorum:
 
     Only one group has the key then: none begins while the members of another one average, since two groups would make
     two different steps of the run.
-
-    Attributes:
-        count: members without which no group begins, see `counts_for_quorum`.
-        grace: seconds for which the group waits for further ones once these are there.
     """
 
-    count: int
-    grace: float
+    count: int  # members without which no group begins, see `counts_for_quorum`
+    grace: float  # seconds for which the group waits for further ones once these are there
 
     def pack(self) -> list[Any]:
         return [self.count, self.grace, True]  # True: only one group may have the key

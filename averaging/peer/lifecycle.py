@@ -51,20 +51,14 @@ class DiscoveryFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The components of an entered peer, until `stack` is closed.
-
-    Attributes:
-        discovery: discovery of the peers that hold the same shard, if the model is divided; else of the run.
-        run_discovery: discovery of the run.
-        metrics_endpoint: address for Prometheus and probes; empty without `metrics_listen`.
-    """
+    """The components of an entered peer, until `stack` is closed."""
 
     stack: AsyncExitStack
     endpoint: str
-    metrics_endpoint: str
+    metrics_endpoint: str  # address for Prometheus and probes; empty without `metrics_listen`
     loop: asyncio.AbstractEventLoop
-    discovery: Discovery
-    run_discovery: Discovery
+    discovery: Discovery  # discovery of the peers that hold the same shard, if the model is divided; else of the run
+    run_discovery: Discovery  # discovery of the run
     rounds: Rounds
     donors: Donors
     progress: RunProgress
@@ -74,32 +68,24 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
-    """What embeds a peer, such as an averager, a command or a simulation.
+    """What embeds a peer, such as an averager, a command or a simulation."""
 
-    Attributes:
-        transport: how peers reach each other; gRPC if None.
-        discovery: makes the discovery; by the option `discovery` if None.
-        clock: clock in seconds since the epoch.
-        rng: source of all random choices.
-        on_joining: called in the event loop while no peer of `join` has answered, first after a second and then less
-            and less often, with the addresses and the reasons. For gossip only.
-        on_found: called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers otherwise than
-            before. For gossip only.
-        on_leave: ends what uses the peer, and then closes it. It is called in the event loop when the peer's owner has
-            asked it to leave (`averaging leave`), and its last round has ended. Without it the owner cannot do that.
-        shard: which shard of the run the peer averages, if the model is divided; it meets peers of this shard only.
-        training: called in the event loop for the progress of the training that the peer is part of. Its status shows
-            it.
-    """
-
-    transport: Transport | None = None
-    discovery: DiscoveryFactory | None = None
-    clock: Callable[[], float] = time.time
-    rng: random.Random = field(default_factory=random.SystemRandom)
+    transport: Transport | None = None  # how peers reach each other; gRPC if None
+    discovery: DiscoveryFactory | None = None  # makes the discovery; by the option `discovery` if None
+    clock: Callable[[], float] = time.time  # clock in seconds since the epoch
+    rng: random.Random = field(default_factory=random.SystemRandom)  # source of all random choices
+    # called in the event loop while no peer of `join` has answered, first after a second and then less and less often,
+    # with the addresses and the reasons. For gossip only.
     on_joining: Callable[[Waiting], None] | None = None
+    # called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers otherwise than before. For
+    # gossip only.
     on_found: Callable[[FoundSeeds], None] | None = None
+    # ends what uses the peer, and then closes it. It is called in the event loop when the peer's owner has asked it to
+    # leave (`averaging leave`), and its last round has ended. Without it the owner cannot do that.
     on_leave: Callable[[], None] | None = None
+    # which shard of the run the peer averages, if the model is divided; it meets peers of this shard only
     shard: ShardOfRun | None = None
+    # called in the event loop for the progress of the training that the peer is part of. Its status shows it.
     training: Callable[[], TrainingProgress] | None = None
 
 

@@ -39,28 +39,21 @@ Packed: TypeAlias = "Mapping[str, tuple[Value, ...] | bytes]"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The state of one member, in short.
+    """The state of one member, in short."""
 
-    Attributes:
-        moment: the moment of the digests, such as the phase of a round. Only fingerprints of the same moment are
-            compared. Empty if there are no digests.
-        digest: digest of all tensors, or of a part of each if they are large; 16 hexadecimal digits.
-        entries: `ENTRY_BYTES` of the digest of each tensor, in order; of runs of tensors if there are more than
-            `MAX_ENTRIES`.
-        sketches: a float64 of each run of tensors, `MAX_SKETCHES` at most. Two of them differ by about the relative
-            difference of the tensors.
-        since: 0 if the peer began with its own parameters; else 1 + its local step when it last took over a state.
-        step: the step at which `hyperparameters` were used.
-        hyperparameters: those of the optimizer, by name; empty if unknown.
-    """
-
+    # the moment of the digests, such as the phase of a round. Only fingerprints of the same moment are compared. Empty
+    # if there are no digests.
     moment: str = ""
-    digest: str = ""
+    digest: str = ""  # digest of all tensors, or of a part of each if they are large; 16 hexadecimal digits
+    # `ENTRY_BYTES` of the digest of each tensor, in order; of runs of tensors if there are more than `MAX_ENTRIES`
     entries: bytes = b""
+    # a float64 of each run of tensors, `MAX_SKETCHES` at most. Two of them differ by about the relative difference of
+    # the tensors.
     sketches: bytes = b""
+    # 0 if the peer began with its own parameters; else 1 + its local step when it last took over a state
     since: int = 0
-    step: int = 0
-    hyperparameters: Packed = field(default_factory=dict)
+    step: int = 0  # the step at which `hyperparameters` were used
+    hyperparameters: Packed = field(default_factory=dict)  # those of the optimizer, by name; empty if unknown
 
     def pack(self) -> list[Any]:
         """Packs it for msgpack."""

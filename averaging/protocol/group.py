@@ -46,15 +46,10 @@ class ReplyForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """A rule and its parameter; part of what a group agrees on.
+    """A rule and its parameter; part of what a group agrees on."""
 
-    Attributes:
-        kind: the rule.
-        parameter: F of `trimmed`, tau of `clip` (a distance, in the tensors' own unit); 0 for the others.
-    """
-
-    kind: AggregationKind = AggregationKind.MEAN
-    parameter: float = 0.0
+    kind: AggregationKind = AggregationKind.MEAN  # the rule
+    parameter: float = 0.0  # f of `trimmed`, tau of `clip` (a distance, in the tensors' own unit); 0 for the others
 
     def __str__(self) -> str:
         if self.kind in _PARAMETERS:
@@ -111,20 +106,13 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One peer of a group.
+    """One peer of a group."""
 
-    Attributes:
-        endpoint: `host:port`, or `client::<uuid4>`.
-        weight: weight of its tensors in the average; finite and at least 0.
-        bandwidth: bandwidth in bytes/s; None if it announced none.
-        user: the value that its application passed as `gather`; None if there is none or it is unreadable.
-    """
-
-    endpoint: str
-    weight: float = 1.0
-    bandwidth: float | None = None
+    endpoint: str  # `host:port`, or `client::<uuid4>`
+    weight: float = 1.0  # weight of its tensors in the average; finite and at least 0
+    bandwidth: float | None = None  # bandwidth in bytes/s; None if it announced none
     mode: Mode = Mode.NODE
-    user: Any = None
+    user: Any = None  # the value that its application passed as `gather`; None if there is none or it is unreadable
 
     @property
     def sends(self) -> bool:
@@ -137,21 +125,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An assembled group.
+    """An assembled group."""
 
-    Attributes:
-        group_id: the id on the wire; a secret of the members during the round.
-        members: the members in the leader's order, the same at every member. The first is not necessarily the leader.
-        leader: endpoint of the leader; empty if unknown.
-        joins_parts: whether several small slices of tensors are one part, since all members can send them so. The id
-            says it, see `make_group_id`.
-        large_parts: whether parts are larger than the schema's, since all members want that. The id says it as well.
-    """
-
-    group_id: bytes
+    group_id: bytes  # the id on the wire; a secret of the members during the round
+    # the members in the leader's order, the same at every member. The first is not necessarily the leader.
     members: tuple[Member, ...]
-    leader: str = ""
+    leader: str = ""  # endpoint of the leader; empty if unknown
+    # whether several small slices of tensors are one part, since all members can send them so. The id says it, see
+    # `make_group_id`.
     joins_parts: bool = False
+    # whether parts are larger than the schema's, since all members want that. The id says it as well.
     large_parts: bool = False
 
     @property

@@ -140,21 +140,13 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """An encoded tensor, or a chunk of one.
+    """An encoded tensor, or a chunk of one."""
 
-    Attributes:
-        buffer: little-endian bytes, read-only; the layout depends on `compression`.
-        size: shape; empty in every chunk but the first.
-        dtype: numpy's name, or the name that the codec defines; empty in every chunk but the first.
-        compression: a `CompressionType`, or an unknown number.
-        chunks: number of messages that the tensor is split into; 0 if this one holds all of it.
-    """
-
-    buffer: Buffer = b""
-    size: tuple[int, ...] = ()
-    dtype: str = ""
-    compression: int = CompressionType.NONE
-    chunks: int = 0
+    buffer: Buffer = b""  # little-endian bytes, read-only; the layout depends on `compression`
+    size: tuple[int, ...] = ()  # shape; empty in every chunk but the first
+    dtype: str = ""  # numpy's name, or the name that the codec defines; empty in every chunk but the first
+    compression: int = CompressionType.NONE  # a `CompressionType`, or an unknown number
+    chunks: int = 0  # number of messages that the tensor is split into; 0 if this one holds all of it
     requires_grad: bool = False
 
     def with_buffer(self, buffer: Buffer) -> WireTensor:
@@ -230,17 +222,11 @@ class DownloadData:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a newcomer already has of a state, and in which form it takes the rest.
+    """What a newcomer already has of a state, and in which form it takes the rest."""
 
-    Attributes:
-        offset: number of bytes of the tensors, in order, that it has.
-        fingerprint: fingerprint of the tensors to which they belong, see `averaging.state.manifest`.
-        joins: whether a message may have several small tensors.
-    """
-
-    offset: int = 0
-    fingerprint: bytes = b""
-    joins: bool = False
+    offset: int = 0  # number of bytes of the tensors, in order, that it has
+    fingerprint: bytes = b""  # fingerprint of the tensors to which they belong, see `averaging.state.manifest`
+    joins: bool = False  # whether a message may have several small tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,16 +272,12 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReply:
-    """Records that the caller lacks, ids of those that the callee lacks, or only that something differs.
-
-    Attributes:
-        sent: time of its creation by the callee's clock, in seconds since the epoch; 0 if unknown.
-    """
+    """Records that the caller lacks, ids of those that the callee lacks, or only that something differs."""
 
     records: tuple[Record, ...] = ()
     wanted: tuple[int, ...] = ()
     differs: bool = False
-    sent: float = 0.0
+    sent: float = 0.0  # time of its creation by the callee's clock, in seconds since the epoch; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)

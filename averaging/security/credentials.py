@@ -43,22 +43,15 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A peer's certificate and key, and the authorities that it trusts.
+    """A peer's certificate and key, and the authorities that it trusts."""
 
-    Attributes:
-        ca_pem: the authorities' certificates.
-        certificate_pem: this peer's certificate, and the intermediate ones, if any.
-        key_pem: its private key.
-        source: the file of the certificate, for errors.
-    """
-
-    ca_pem: bytes
-    certificate_pem: bytes
-    key_pem: bytes = field(repr=False)
+    ca_pem: bytes  # the authorities' certificates
+    certificate_pem: bytes  # this peer's certificate, and the intermediate ones, if any
+    key_pem: bytes = field(repr=False)  # its private key
     authorities: tuple[x509.Certificate, ...]
     certificate: x509.Certificate
     key: PrivateKey = field(repr=False)
-    source: str
+    source: str  # the file of the certificate, for errors
 
     @property
     def expires(self) -> float:
@@ -79,17 +72,12 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """The security settings of a transport.
+    """The security settings of a transport."""
 
-    Attributes:
-        tls: None for connections that are neither encrypted nor authenticated.
-        tokens: the first is sent, all are accepted. If empty, no token is required.
-        insecure: whether other machines may connect without TLS.
-    """
-
-    tls: Tls | None = None
+    tls: Tls | None = None  # none for connections that are neither encrypted nor authenticated
+    # the first is sent, all are accepted. If empty, no token is required.
     tokens: tuple[str, ...] = field(default=(), repr=False)
-    insecure: bool = False
+    insecure: bool = False  # whether other machines may connect without TLS
 
 
 def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credentials:

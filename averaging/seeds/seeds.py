@@ -41,19 +41,12 @@ MAX_CALLED = 64
 
 @dataclass(frozen=True, slots=True)
 class FoundSeeds:
-    """What a source answered.
+    """What a source answered."""
 
-    Attributes:
-        source: the source as its user wrote it.
-        addresses: addresses of other peers.
-        own: addresses of this peer.
-        failure: why there is no answer, and what to do; empty if there is one.
-    """
-
-    source: str
-    addresses: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
-    failure: str = ""
+    source: str  # the source as its user wrote it
+    addresses: tuple[str, ...] = ()  # addresses of other peers
+    own: tuple[str, ...] = ()  # addresses of this peer
+    failure: str = ""  # why there is no answer, and what to do; empty if there is one
 
     def __str__(self) -> str:
         if self.failure:

@@ -76,17 +76,12 @@ class ReceivedState:
 
 @dataclass(frozen=True, slots=True)
 class StateLimits:
-    """Which states are refused.
+    """Which states are refused."""
 
-    Attributes:
-        max_bytes: largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
-        check: callback, see `Check`.
-        finite: whether a state with NaN or infinity in a tensor is refused.
-    """
-
+    # largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB
     max_bytes: int | None = None
-    check: Check = lambda _: None
-    finite: bool = False
+    check: Check = lambda _: None  # callback, see `Check`
+    finite: bool = False  # whether a state with NaN or infinity in a tensor is refused
 
 
 class StateAssembler:

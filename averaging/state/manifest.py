@@ -49,18 +49,14 @@ class StateTensor(TensorInfo):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The metadata of a download.
-
-    Attributes:
-        skipped: bytes that are not sent because the reader has them: the first ones of the state.
-        named: whether the names are those of the application, which a reader with names compares; other software may
-            name tensors in its own way.
-    """
+    """The metadata of a download."""
 
     version: int
     tensors: tuple[StateTensor, ...]
     user: Mapping[str, Any] = field(default_factory=dict)
-    skipped: int = 0
+    skipped: int = 0  # bytes that are not sent because the reader has them: the first ones of the state
+    # whether the names are those of the application, which a reader with names compares; other software may name
+    # tensors in its own way
     named: bool = True
 
     def pack(self) -> bytes:

@@ -28,23 +28,16 @@ class TensorSpec(TensorInfo):
 
 @dataclass(frozen=True)
 class Schema:
-    """What is averaged, and how.
+    """What is averaged, and how."""
 
-    Attributes:
-        tensors: the tensors in order.
-        part_size_bytes: size of a part on the wire.
-        reply: form of the reducers' replies.
-        topic: keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model.
-            Empty for the peer's own tensors.
-        aggregation: rule by which reducers combine the contributions.
-        sparse: how tensors with the compression TOP_K are sent and averaged; None if no tensor has it.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    part_size_bytes: int
-    reply: ReplyForm = ReplyForm.AVERAGE
+    tensors: tuple[TensorSpec, ...]  # the tensors in order
+    part_size_bytes: int  # size of a part on the wire
+    reply: ReplyForm = ReplyForm.AVERAGE  # form of the reducers' replies
+    # keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model. Empty for
+    # the peer's own tensors.
     topic: str = ""
-    aggregation: Aggregation = MEAN
+    aggregation: Aggregation = MEAN  # rule by which reducers combine the contributions
+    # how tensors with the compression TOP_K are sent and averaged; None if no tensor has it
     sparse: TopK | None = None
 
     @cached_property

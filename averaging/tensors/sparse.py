@@ -40,17 +40,11 @@ TOP_K_DTYPE = "top_k_float32"
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks of one size, one after the other.
+    """Blocks of one size, one after the other."""
 
-    Attributes:
-        start: first element, in tile order.
-        count: number of blocks, at least 1.
-        size: elements of each block.
-    """
-
-    start: int
-    count: int
-    size: int
+    start: int  # first element, in tile order
+    count: int  # number of blocks, at least 1
+    size: int  # elements of each block
 
     @property
     def stop(self) -> int:
@@ -65,12 +59,9 @@ class BlockLayout:
     tile order come first all full tiles, row by row, then the right edge, the bottom edge, and the corner. A tensor of
     more dimensions is a matrix with the rows of its first one. One of fewer dimensions consists of blocks of 4,096
     elements and a smaller rest.
-
-    Attributes:
-        shape: the shape of the tensor.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the shape of the tensor
 
     @cached_property
     def numel(self) -> int:
@@ -150,17 +141,11 @@ def _tiles(extent: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparsePart:
-    """Some elements of a part; the others are 0.
+    """Some elements of a part; the others are 0."""
 
-    Attributes:
-        numel: number of elements of the part.
-        indices: 1-D, int64, ascending, each once, at least 0 and below `numel`.
-        values: 1-D, float32, of the same length, finite.
-    """
-
-    numel: int
-    indices: torch.Tensor
-    values: torch.Tensor
+    numel: int  # number of elements of the part
+    indices: torch.Tensor  # 1-D, int64, ascending, each once, at least 0 and below `numel`
+    values: torch.Tensor  # 1-D, float32, of the same length, finite
 
     def dense(self) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=torch.float32, device="cpu").index_copy_(0, self.indices, self.values)
@@ -168,15 +153,10 @@ class SparsePart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseTensor:
-    """The largest elements of each block of a tensor, quantised together.
+    """The largest elements of each block of a tensor, quantised together."""
 
-    Attributes:
-        layout: the blocks of the tensor.
-        top_k: how many elements are kept, and with how many bits.
-    """
-
-    layout: BlockLayout
-    top_k: TopK
+    layout: BlockLayout  # the blocks of the tensor
+    top_k: TopK  # how many elements are kept, and with how many bits
     _indices: torch.Tensor = field(repr=False)  # int16, within the block; ascending in each block
     _codes: torch.Tensor = field(repr=False)  # uint8
     _table: torch.Tensor = field(repr=False)  # float32, the value of each code
@@ -367,19 +347,12 @@ def _unpack_top_k(raw: Bytes, numel: int, block_size: int, top_k: TopK) -> Spars
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
-    """The part of one member.
+    """The part of one member."""
 
-    Attributes:
-        part: its elements.
-        buffer: the same as they came, or as `SparseTensor.wire` encodes them.
-        weight: the member's weight in the mean, above 0 and finite; rounded to float32.
-        scale: factor of its values, which limits their norm; from 0 to 1; rounded to float32.
-    """
-
-    part: SparsePart
-    buffer: Buffer
-    weight: float = 1.0
-    scale: float = 1.0
+    part: SparsePart  # its elements
+    buffer: Buffer  # the same as they came, or as `SparseTensor.wire` encodes them
+    weight: float = 1.0  # the member's weight in the mean, above 0 and finite; rounded to float32
+    scale: float = 1.0  # factor of its values, which limits their norm; from 0 to 1; rounded to float32
 
     def __post_init__(self) -> None:
         for name in ("weight", "scale"):

@@ -81,36 +81,23 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long to wait, and why.
+    """How long to wait, and why."""
 
-    Attributes:
-        seconds: without any progress.
-        basis: an explanation such as `4 × its median of 1.2 s`.
-    """
-
-    seconds: float
-    basis: str
+    seconds: float  # without any progress
+    basis: str  # an explanation such as `4 × its median of 1.2 s`
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What was learned about one kind of wait for one peer.
-
-    Attributes:
-        size: size class of the round, see `size_class`.
-        waits: number of remembered waits.
-        median: median of the waits, in seconds.
-        deadline: deadline that would apply now, in seconds.
-        basis: how the deadline was derived.
-    """
+    """What was learned about one kind of wait for one peer."""
 
     endpoint: str
     phase: Phase
-    size: int
-    waits: int
-    median: float
-    deadline: float
-    basis: str
+    size: int  # size class of the round, see `size_class`
+    waits: int  # number of remembered waits
+    median: float  # median of the waits, in seconds
+    deadline: float  # deadline that would apply now, in seconds
+    basis: str  # how the deadline was derived
 
 
 @dataclass(slots=True)

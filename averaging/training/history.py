@@ -61,16 +61,11 @@ class Origin:
 
     Peers of different origins have different parameters, so they never average gradients or changes with each other.
     The greater origin wins: the one with the higher rank, then the earlier one, then the greater id.
-
-    Attributes:
-        rank: why the peer began with its own parameters.
-        earliness: negative time at which it began, in seconds since the epoch.
-        id: random, hexadecimal; empty if nobody can download its state.
     """
 
-    rank: Rank = Rank.UNSHARED
-    earliness: float = 0.0
-    id: str = ""
+    rank: Rank = Rank.UNSHARED  # why the peer began with its own parameters
+    earliness: float = 0.0  # negative time at which it began, in seconds since the epoch
+    id: str = ""  # random, hexadecimal; empty if nobody can download its state
 
     def pack(self) -> list[int | float | str]:
         return [int(self.rank), self.earliness, self.id]
@@ -97,19 +92,13 @@ class History:
     The greater of two histories wins: the one with more steps, then the one with more samples in the last step, then
     the greater lineage; before the first step the greater origin. A peer with the lesser history takes over the state
     of a peer with the greater one.
-
-    Attributes:
-        step: number of global steps.
-        samples: samples of the whole group in the last step.
-        lineage: hash of the origin and the groups of all steps, hexadecimal; empty before the first step.
-        origin: origin of the run.
-        trail: the lineages of the steps before, the last one last, as far as they are known. Not compared.
     """
 
-    step: int = 0
-    samples: float = 0.0
-    lineage: str = ""
-    origin: Origin = field(default_factory=Origin)
+    step: int = 0  # number of global steps
+    samples: float = 0.0  # samples of the whole group in the last step
+    lineage: str = ""  # hash of the origin and the groups of all steps, hexadecimal; empty before the first step
+    origin: Origin = field(default_factory=Origin)  # origin of the run
+    # the lineages of the steps before, the last one last, as far as they are known. Not compared.
     trail: tuple[str, ...] = field(default=(), compare=False)
 
     def after(self, group_id: bytes, samples: float) -> History:
@@ -172,35 +161,25 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress that one peer announces.
+    """The progress that one peer announces."""
 
-    Attributes:
-        history: origin of the run, and its steps.
-        samples: gathered for the next step.
-        computing: samples in the batch that it computes now; 0 while it waits.
-        donates: whether its state can be downloaded.
-        stage: stage of its training.
-        digest: digest of its weights, once the training has ended.
-        rate: local steps or samples per second, see `StepRate`; None if unknown.
-        parts: digests of the parts of its model, see `ModelParts`; while it trains only of what does not change.
-        moment: moment of the run's clock at which it expects to average next, in seconds since the epoch; 0 if it has
-            made no step yet, so that nobody waits for it; None if it counts steps.
-        terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`.
-        late: step of the round to which it waits to contribute although it has missed rounds; None if it does not.
-            Without a quorum, the step whose state it downloads, having been behind after its last download, too: the
-            others put off their next step.
-    """
-
-    history: History
-    samples: float = 0.0
-    computing: float = 0.0
-    donates: bool = True
-    stage: Stage = Stage.TRAINING
-    digest: str = ""
-    rate: float | None = None
+    history: History  # origin of the run, and its steps
+    samples: float = 0.0  # gathered for the next step
+    computing: float = 0.0  # samples in the batch that it computes now; 0 while it waits
+    donates: bool = True  # whether its state can be downloaded
+    stage: Stage = Stage.TRAINING  # stage of its training
+    digest: str = ""  # digest of its weights, once the training has ended
+    rate: float | None = None  # local steps or samples per second, see `StepRate`; None if unknown
+    # digests of the parts of its model, see `ModelParts`; while it trains only of what does not change
     parts: Mapping[str, str] = field(default_factory=dict)
+    # moment of the run's clock at which it expects to average next, in seconds since the epoch; 0 if it has made no
+    # step yet, so that nobody waits for it; None if it counts steps
     moment: float | None = None
+    # options that all peers of a run must have alike, by name, as text; see `Strategy.terms`
     terms: Mapping[str, str] = field(default_factory=dict)
+    # step of the round to which it waits to contribute although it has missed rounds; None if it does not. Without a
+    # quorum, the step whose state it downloads, having been behind after its last download, too: the others put off
+    # their next step.
     late: int | None = None
 
     def pack(self) -> bytes:

@@ -33,15 +33,10 @@ from averaging.tensors import Schema
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How a stream of parts travels.
+    """How a stream of parts travels."""
 
-    Attributes:
-        name: `grpc`; or `direct` for a connection beside gRPC, `sealed` if that is encrypted.
-        reason: text that says why it is not the direct lane.
-    """
-
-    name: str
-    reason: str = ""
+    name: str  # `grpc`; or `direct` for a connection beside gRPC, `sealed` if that is encrypted
+    reason: str = ""  # text that says why it is not the direct lane
 
 
 class AveragingService(Protocol):

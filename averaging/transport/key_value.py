@@ -28,28 +28,19 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """What a range of keys held at one revision.
-
-    Attributes:
-        complete: whether these are all; False if there are more than the limit.
-    """
+    """What a range of keys held at one revision."""
 
     values: tuple[StoredValue, ...]
     revision: int
-    complete: bool = True
+    complete: bool = True  # whether these are all; False if there are more than the limit
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChanges:
-    """Changes under a prefix, in their order.
+    """Changes under a prefix, in their order."""
 
-    Attributes:
-        changes: for each change the new value, or the key alone if it was deleted.
-        revision: revision of the store; a watch that goes on begins after it.
-    """
-
-    changes: tuple[StoredValue | bytes, ...]
-    revision: int
+    changes: tuple[StoredValue | bytes, ...]  # for each change the new value, or the key alone if it was deleted
+    revision: int  # revision of the store; a watch that goes on begins after it
 
 
 class KeyValueStore(Protocol):

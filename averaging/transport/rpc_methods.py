@@ -64,16 +64,11 @@ def parse(kind: MessageType[Content], raw: bytes) -> Content:
 
 @dataclass(frozen=True, slots=True)
 class RpcCaller:
-    """Who calls.
+    """Who calls."""
 
-    Attributes:
-        host: Address of the caller, without the port. Several processes may share it.
-        connection: The connection over which it calls.
-        headers: Metadata of the call; two calls over one connection are equal without it.
-    """
-
-    host: str = ""
-    connection: str = ""
+    host: str = ""  # Address of the caller, without the port. Several processes may share it.
+    connection: str = ""  # the connection over which it calls
+    # metadata of the call; two calls over one connection are equal without it
     headers: tuple[tuple[str, str | bytes], ...] = field(default=(), compare=False, repr=False)
 
 

@@ -287,8 +287,7 @@ def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(caplog: pytes
     assert donor == "x:1"
     assert donors.calls.count("dead:1") == donors.calls.count("hung:1") == 1
     assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
-    # While others can be asked a donor has a tenth; "hung:1" is the last one, and has a third to answer a call.
-    assert seconds == pytest.approx(2 * 1.0 + 10.0 + 10.0 / 3 + 60.0, abs=1.0)
+    assert seconds == pytest.approx(2 * 1.0 + 10.0 + 10.0 / 3 + 60.0, abs=1.0)  # "hung:1" has a third to answer
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("x:1 answers but has not begun to send its state" in line for line in told)
 

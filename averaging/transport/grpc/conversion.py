@@ -40,23 +40,15 @@ Bulk = TypeVar("Bulk", bound=_Bulk)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the types of a field do not say.
+    """What the types of a field do not say."""
 
-    Attributes:
-        most: Maximum number of items, which is checked before Python objects are made of them.
-        items: Name of the items in the error.
-        select: Returns what is copied of the field's value on the wire.
-        read: Converts the value of the dataclass after it was read; raises ProtocolViolationError if it is invalid.
-        write: Converts the value of the dataclass before it is written.
-        copier: For the messages in this field, if their own fields have rules.
-    """
-
-    most: int | None = None
-    items: str = ""
-    select: Callable[[Any], Any] | None = None
+    most: int | None = None  # maximum number of items, which is checked before Python objects are made of them
+    items: str = ""  # name of the items in the error
+    select: Callable[[Any], Any] | None = None  # returns what is copied of the field's value on the wire
+    # converts the value of the dataclass after it was read; raises ProtocolViolationError if it is invalid
     read: Callable[[Any], Any] | None = None
-    write: Callable[[Any], Any] | None = None
-    copier: MessageCopier[Any] | None = None
+    write: Callable[[Any], Any] | None = None  # converts the value of the dataclass before it is written
+    copier: MessageCopier[Any] | None = None  # for the messages in this field, if their own fields have rules
 
 
 _NO_RULE = Rule()

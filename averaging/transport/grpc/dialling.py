@@ -21,22 +21,17 @@ NAME_IT = "; to dial it anyway, name it among the peers to join"
 
 @dataclass(eq=False)
 class Dialling:
-    """The rule for one transport.
+    """The rule for one transport."""
 
-    Attributes:
-        given: endpoints named by the user, which are always dialled. It may change.
-        loopback: whether peers of the run may be on this machine's loopback; None if the given endpoints show it.
-        zone: interface of this machine that leads to peers with link-local addresses; None for that of a given
-            endpoint. Without any, no peer may have such an address.
-        names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
-        remedy: end of the message about an address that is not dialled.
-    """
-
-    given: Collection[str] = ()
+    given: Collection[str] = ()  # endpoints named by the user, which are always dialled. It may change.
+    # whether peers of the run may be on this machine's loopback; None if the given endpoints show it
     loopback: bool | None = True
+    # interface of this machine that leads to peers with link-local addresses; None for that of a given endpoint.
+    # Without any, no peer may have such an address.
     zone: str | None = None
+    # for a given endpoint, the host for which its certificate must be valid, if that is another than its own
     names: Mapping[str, str] = field(default_factory=dict)
-    remedy: str = NAME_IT
+    remedy: str = NAME_IT  # end of the message about an address that is not dialled
 
     def reachable(self, endpoint: str) -> str:
         return endpoint if endpoint in self.given else in_zone(endpoint, self._zone())
