@@ -24,6 +24,10 @@ from averaging.transport import Transport, is_alive
 # How long a sender waits for a reducer, which may wait for another sender and is pinged before it is dropped.
 
 
+LANE_FACTOR = 3
+"""Multiple of the longest learned deadline for which a reducer may send nothing over a direct connection."""
+
+
 class ReducerLiveness:
     """Enforces the deadline of one reducer's replies; a context manager around the reading of them.
 
@@ -94,13 +98,23 @@ class ReducerLiveness:
         pinged = asyncio.get_running_loop().time()
         alive = await self._is_alive()
         self.seconds += asyncio.get_running_loop().time() - pinged
-        if alive:
+        if alive and self._lane_is_lost():
+            self.symptom, self.deadline = "no reply over the direct connection", self._learned
+            self._give_up()
+        elif alive:
             seconds = min(self.seconds + self._until_ping.seconds, self._longest.seconds)
             self._wait.deadline = Deadline(seconds, self._longest.basis)
             self._wait.begin(self.seconds)
         else:
             self.symptom, self.deadline = "no reply and no answer to a ping", self._learned
             self._give_up()
+
+    def _lane_is_lost(self) -> bool:
+        # A ping travels over gRPC and says nothing about a direct connection. The reducer may wait for another sender,
+        # but for no longer than this member would wait for one as a reducer.
+        lane = self._transport.lane(self._name)
+        known = max(self._learned.seconds, self._monitor.longest_learned(Phase.PART))
+        return lane is not None and lane.name != "grpc" and self.seconds >= LANE_FACTOR * known
 
     def _give_up(self) -> None:
         self._monitor.record_miss(self._name, Phase.REPLY)

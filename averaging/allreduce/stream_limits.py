@@ -217,6 +217,10 @@ class WaitMonitor:
             deadline = self._learned[name, phase] = max(learned, key=lambda candidate: candidate.seconds)
         return deadline
 
+    def longest_learned(self, phase: Phase) -> float:
+        """Seconds of the longest deadline that was learned of a member; 0 without any."""
+        return max((known.seconds for (_, of), known in self._learned.items() if of is phase), default=0.0)
+
     def forget(self, name: str, *phases: Phase) -> None:
         for phase in phases:
             if (wait := self._waits.get((name, phase))) is not None:

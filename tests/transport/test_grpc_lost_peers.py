@@ -154,9 +154,10 @@ async def test_a_killed_process_is_lost_for_its_callers_and_for_those_that_it_ca
                     with pytest.raises(PeerUnreachableError, match=f"{endpoint}: connection lost"):
                         await anext(replies)
                     await service.closed.wait()
+        except BaseException:
+            child.kill()  # a second time asyncio would take the child's end for a stranger's
+            raise
         finally:
-            if child.returncode is None:
-                child.kill()
             await child.wait()
     assert not ended, "a lost caller must not look like one that has sent everything"
 
