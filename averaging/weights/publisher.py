@@ -33,7 +33,7 @@ MAX_FAILED = 64  # endpoints that a request may name as failed
 LEFT_VERSIONS = 16  # for which a follower that another one has left hands on none
 
 # So long a version goes through a chain of followers, since each link then carries it once: on emulated links of
-# 100 Mbit/s, 64 MiB to the last of 32 took 13 s in a chain and 28 s with two copies from each source. A shorter one
+# 100 Mbit/s, 64 MiB to the last of 8 take 1.5 times as long as to one (docs/design/performance.md). A shorter one
 # takes less than the way through a chain; each follower sends it to four others, and the publisher to two.
 CHAIN_BYTES, FAN_OUT, COPIES = 12 << 20, 4, 2
 SHORTER = 16  # how many times shorter than the weights differences are expected to be
