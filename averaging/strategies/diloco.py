@@ -211,10 +211,9 @@ class DiLoCo(LockstepStrategy):
 
     @property
     def samples(self) -> float:
-        """Local steps since the last round; with a quorum those that no average includes."""
-        if self.quorum is not None:
-            return max((fragment.open_steps for fragment in self._fragments), default=0)
-        return self._schedule.steps
+        """Local steps that no average includes: since the last round, and also after a state was taken over."""
+        of_fragments = [fragment.open_steps for fragment in self._fragments]
+        return (min if self.quorum is None else max)(of_fragments, default=0)
 
     @property
     def terms(self) -> Mapping[str, str]:
@@ -274,7 +273,7 @@ class DiLoCo(LockstepStrategy):
             # The donor's parameters hold its local steps of the other fragments, or of a round, which it sends itself.
             self._rebase(training, {})
         for fragment in self._fragments:
-            fragment.start_at(self.history.step)
+            fragment.start_at(self.history.step, self._schedule.steps if self.attached else 0)
         self._attendance = Attendance()
         super().joined(training)
 
@@ -567,9 +566,10 @@ class DiLoCo(LockstepStrategy):
         if self.quorum is not None:
             self._schedule.steps = since  # this peer's own round is due as before
             self._restore(own)
+        if discarded or not follows:
             for fragment in self._fragments:
-                if discarded or not follows:
-                    fragment.start_at(self.history.step)
+                fragment.start_at(self.history.step)
+        if self.quorum is not None:
             is_open = any(fragment.open_steps for fragment in self._fragments)
             self._attend(RoundEvent.REBASED if is_open else RoundEvent.TOOK_OVER)
         self._rebase(training, {name: change for steps in own for name, change in steps.items()} if follows else {})

@@ -78,6 +78,19 @@ def test_a_peer_that_comes_after_the_others_have_averaged_does_not_look_for_a_gr
     assert all(receipt.phases["looking"] < 1.0 for receipt in slow.receipts)
 
 
+def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers = sites(0.1, 0.1, 0.1)
+    peers[0].steps = 290.0  # it waits for the others, which average once more without it, and make no step after
+    for peer in run(monkeypatch, MAKERS["diloco"], peers, until=30.0):
+        assert peer.finish is not None
+        assert peer.finish.dropped == 0
+        assert peer.finish.receipt is not None
+        assert len(peer.finish.receipt.members) == 3
+    assert agree(peers)
+
+
 def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
