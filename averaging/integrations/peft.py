@@ -180,6 +180,7 @@ class LoRAAveraging(LockstepStrategy):
         self._topic: Topic
         self._anchors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._loaded = False  # whether the anchors come from a state; local steps may follow them
+        self._open_steps = 0
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
 
     def __repr__(self) -> str:
@@ -192,8 +193,8 @@ class LoRAAveraging(LockstepStrategy):
 
     @property
     def samples(self) -> float:
-        """Local steps since the last round."""
-        return self._schedule.steps
+        """Local steps that no average includes: since the last round, and also after a state was taken over."""
+        return self._open_steps
 
     def save_adapter(self, folder: str | os.PathLike[str]) -> None:
         """Writes the adapter with its correction as a folder that `PeftModel.from_pretrained` loads on the same base.
@@ -287,6 +288,7 @@ class LoRAAveraging(LockstepStrategy):
             with training.locked(), training.changing_parameters():
                 self._restore_padding()
         self._schedule.count(training.now())
+        self._open_steps += 1
         others = self.present_others(training, wait=False)
         is_behind = bool(others.ahead) or self._downloads.busy
         if is_behind and self.catch_up(training, others):
@@ -301,6 +303,7 @@ class LoRAAveraging(LockstepStrategy):
 
     @torch.no_grad()
     def _anchor(self) -> None:
+        self._open_steps = 0
         for tensor, anchor in self._anchors.values():
             anchor.copy_(tensor)
 
@@ -385,10 +388,12 @@ class LoRAAveraging(LockstepStrategy):
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         """Adds the local steps that no result includes to the state, if it follows this peer's own."""
-        before = self.history
+        before, open_steps = self.history, 0 if self._discarded else self._open_steps
         own = {} if self._discarded else {name: _copy_of(tensor) - was for name, (tensor, was) in self._anchors.items()}
         super()._take_over(training, fetch)
+        self._open_steps = 0
         if self.history.includes(before):
+            self._open_steps = open_steps
             with training.locked(), training.changing_parameters(), torch.no_grad():
                 for name, change in own.items():
                     tensor, anchor = self._anchors[name]
@@ -421,4 +426,5 @@ class LoRAAveraging(LockstepStrategy):
                 self._anchors[name][1].copy_(anchor)
             for correction, of_layer in zip(self._corrections, kept, strict=True):
                 correction.load(of_layer)
-        self._schedule.steps, self._loaded, self._discarded = since, True, False
+        self._schedule.steps = self._open_steps = since  # those of a checkpoint are in its parameters
+        self._loaded, self._discarded = True, False
