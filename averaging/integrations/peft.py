@@ -241,7 +241,8 @@ class LoRAAveraging(LockstepStrategy):
         training.peer.further_state_bytes = sum(correction.state_bytes for correction in self._corrections)
 
     def _check(self, training: StrategyContext) -> None:
-        if (given := training.parts.model) is None or all(one is not self._model for one in given.model.modules()):
+        given = training.parts.model
+        if all(module is not self._model for module in (given.model.modules() if given else ())):
             raise ConfigError("give the averager model=model with the peft model of LoRAAveraging")
         if training.site.size > 1:
             raise ConfigError("LoRAAveraging works with one process for each peer; leave out process_group")

@@ -83,7 +83,7 @@ class DonorWatch:
 
     Args:
         silence: seconds until each message.
-        first: multiple of it for the first message.
+        first: seconds until the first message.
         least_rate: bytes per second that are expected in each `silence` seconds after the first message; 0 for none.
 
     Raises:
@@ -92,8 +92,8 @@ class DonorWatch:
 
     def __init__(self, silence: float, *, first: float, least_rate: float) -> None:
         self._silence, self._rate = Deadline(silence, "timeout"), least_rate
-        begin = self._silence if first == 1 else Deadline(first * silence, f"{first:g} × timeout")
-        self._limit = FairTimeout(begin, silence)
+        basis = "timeout" if first == silence else f"{first / silence:g} × timeout"
+        self._limit = FairTimeout(Deadline(first, basis), silence)
         self._began: float | None = None  # the window of the rate, in fair seconds of the messages so far
         self._now, self._delivered = 0.0, 0
 

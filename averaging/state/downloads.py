@@ -165,8 +165,11 @@ class _Download:
         alone: bool,
     ) -> None:
         started = False
-        soon = min(1, max(1 / PREPARING, 1.0 / self._silence))  # not below 1 s
-        first = PREPARING if donor in self._prepare else 1 if alone else soon
+        first = self._silence
+        if donor in self._prepare:
+            first *= PREPARING
+        elif not alone:
+            first = min(first, max(1.0, first / PREPARING))
         watch = DonorWatch(self._silence, first=first, least_rate=0.0 if alone else LEAST_RATE)
         try:
             async with watch, aclosing(self._transport.download_state(donor, resume)) as messages:

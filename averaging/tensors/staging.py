@@ -142,8 +142,8 @@ class HostCopies:
                 arrived.record(side)
                 for place, _, stop in piece:
                     self._chunks.setdefault(numbers[place], []).append((stop, arrived))
-        for one in flat:
-            one.record_stream(side)
+        for tensor in flat:
+            tensor.record_stream(side)
         if keep and kept is None:
             compute.wait_stream(side)
 
