@@ -222,10 +222,11 @@ class Peer(InProcess):
                 yield name
 
     async def mark_gone(self, names: Collection[str]) -> list[str]:
-        """Ignores, and returns, those of these peers that have not left but refuse connections."""
-        for name in await refusing(self._transport, names):
+        """Ignores, and returns, those of these peers that refuse connections, now or since their last announcement."""
+        refused = await refusing(self._transport, names)
+        for name in refused:
             self.progress.mark_gone(name)
-        return [name for name in names if self.progress.is_gone(name)]
+        return [name for name in names if name in refused or self.progress.is_gone(name)]
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """When the last declaration of other training peers for this topic expires; None if there is none.

@@ -39,6 +39,9 @@ START_TIMEOUT = 2.0
 SETTLE_SECONDS = 1.0
 """Seconds for which a peer looks for others that began a run at the same time, or ended their training."""
 
+LOOK_SECONDS = 2.0
+"""Interval at which a peer that waits at the end of the training looks whether the others are still there."""
+
 
 class RunStart:
     """The start of one peer's training, in the training thread; all ranks of a site do the same."""
@@ -192,6 +195,7 @@ class RunEnd:
         self._end = training.monotonic() + timeout
         self._digests: dict[str, str] = {}  # kept, since a peer that has finished may leave
         self._parts: dict[str, Mapping[str, str]] = {}  # likewise
+        self._partners: frozenset[str] = frozenset()  # peers whose training has ended, too
         self._gone: set[str] = set()  # peers that were killed
 
     def finish(self) -> Finish:
@@ -201,7 +205,8 @@ class RunEnd:
         strategy.finish(training)
         self._announce(Stage.WAITING)
         seen = self._wait_for_all()
-        late, partners = still_training(seen), done_training(seen)
+        late = still_training(seen)
+        self._partners = partners = done_training(seen)
         if late:
             logger.log(
                 logging.WARNING if training.site.leads else logging.DEBUG,
@@ -216,11 +221,12 @@ class RunEnd:
         own = strategy.digest = training.parts.averaged()
         training.parts.measure_all()
         self._announce(Stage.ENDED)
-        self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
+        self._wait_for(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()))
+        self._forget_gone()
+        digests = {name: self._digests.get(name, "") for name in sorted(partners - self._gone)}
         # A peer that leaves withdraws its record, so it stays until the others have read it.
         self._announce(Stage.COMPARED)
-        digests = {name: self._digests.get(name, "") for name in sorted(partners - self._gone)}
-        self._wait(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED), self._remaining)
+        self._wait_for(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED))
         differing = {name: _differing(training.parts.digests, self._parts.get(name, {})) for name in digests}
         return Finish(
             own,
@@ -259,15 +265,24 @@ class RunEnd:
         # What the last one to end has announced may come after what the others have announced because of it.
         return self._wait(lambda seen: not still_training(seen), min(SETTLE_SECONDS, self._remaining / 2))
 
+    def _wait_for(self, condition: Callable[[Mapping[str, bytes]], bool]) -> None:
+        """Waits until the announcements fulfil a condition; not for peers that are killed meanwhile."""
+        while (left := self._training.site.broadcast_from_leader(lambda: self._remaining)) > 0:
+            if condition(self._wait(condition, min(left, LOOK_SECONDS))):
+                return
+            self._forget_gone()
+
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage
         self._strategy.announce(self._training)
         self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """Ignores peers that were killed, whose records remain for a while; not those whose digests are known."""
+        """Ignores peers that were killed, whose records remain for a while; not those whose digests still count."""
         training = self._training
-        others = training.announcements.of_others().keys() - self._digests.keys()
+        others = training.announcements.of_others().keys() | self._partners
+        if self._strategy.stage is not Stage.COMPARED:
+            others -= self._digests.keys()
         gone = training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.mark_gone(others)))
         self._gone.update(gone)
         training.announcements.refresh()
@@ -281,10 +296,14 @@ class RunEnd:
             return partners & seen.keys() <= set(strategy.others(training, seen).together)
 
         while (left := training.site.broadcast_from_leader(lambda: end - training.monotonic())) > 0:
-            seen = self._wait(lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), left)
+            seen = self._wait(
+                lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), min(left, LOOK_SECONDS)
+            )
             others = training.site.broadcast_from_leader(partial(strategy.others, training, seen))
             if partners & seen.keys() <= set(others.together):
                 return
+            if not others.ahead:
+                self._forget_gone()
             strategy.catch_up(training, others, min(left, START_TIMEOUT))
 
     @property

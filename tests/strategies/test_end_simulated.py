@@ -25,12 +25,12 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 
 
 def run_of(strategy: str, seed: int) -> tuple[Run, int]:
-    """A run of 2 to 5 peers, of which one may die, if it has not ended before. Also how many survive at least.
+    """A run of 2 to 8 peers, of which one may die, if it has not ended before. Also how many survive at least.
 
     One or two of them are up to two intervals behind: their loops are longer, or they join so late.
     """
     rng = random.Random(seed)
-    count = rng.randint(2, 5)
+    count = rng.randint(2, 8)
     dies = count > 2 and rng.random() < 0.7
     late = range(count - rng.randint(1, min(2, count - 1 - dies)), count)
     steps = 10 * INTERVAL + rng.choice((0, rng.randint(1, INTERVAL - 1)))
@@ -54,7 +54,7 @@ def run_of(strategy: str, seed: int) -> tuple[Run, int]:
     return Run(seed, "diloco", sites, until=200.0), count - dies
 
 
-@pytest.mark.parametrize("seed", rest_is_long(range(500), 1))
+@pytest.mark.parametrize("seed", rest_is_long(range(500), 2))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peers_whose_loops_end_at_different_times_hold_one_set_of_weights(strategy: str, seed: int) -> None:
     run, surviving = run_of(strategy, seed)
@@ -64,6 +64,24 @@ def test_peers_whose_loops_end_at_different_times_hold_one_set_of_weights(strate
     assert all(site.finish is not None and site.finish.alike for site in survivors), [
         (site.name, str(site.finish)) for site in survivors
     ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_peer_that_is_killed_while_all_compare_their_weights_holds_nobody_up(seed: int) -> None:
+    def simulate(lives: float) -> list[Site]:
+        names = [f"peer-{number}:1" for number in range(3)]
+        sites = [
+            Site(name, [names[0]] if number else [], 0.05 * number, strategy=lambda: DiLoCo(INTERVAL), steps=41)
+            for number, name in enumerate(names)
+        ]
+        sites[1].lives = lives
+        return Run(seed, "diloco", sites, until=200.0).simulate()
+
+    ends = max(site.finished for site in simulate(float("inf")))
+    for before in (0.06, 0.04, 0.02, 0.01):
+        survivors = [site for site in simulate(ends - before) if site.name != "peer-1:1"]
+        assert all(site.finish is not None and site.finish.alike for site in survivors)
+        assert max(site.finished for site in survivors) < ends + 8.0
 
 
 def run_of_loops(strategy: Callable[[], Strategy]) -> list[Site]:
