@@ -21,6 +21,7 @@ from averaging.strategies.base import Strategy
 from averaging.training import (
     History,
     Origin,
+    Others,
     Rank,
     Stage,
     StrategyContext,
@@ -216,6 +217,7 @@ class RunEnd:
             )
         self._catch_up(partners, self._remaining / 2)
         receipt = strategy.conclude(training, partners, self._remaining)
+        strategy.announce(training)
         training.modes.eval()
         self._catch_up(partners, self._remaining)
         own = strategy.digest = training.parts.averaged()
@@ -292,15 +294,17 @@ class RunEnd:
         training, strategy = self._training, self._strategy
         end = training.monotonic() + seconds
 
-        def is_level(seen: Mapping[str, bytes]) -> bool:
-            return partners & seen.keys() <= set(strategy.others(training, seen).together)
+        def look(seen: Mapping[str, bytes]) -> tuple[Others, bool]:
+            others = strategy.others(training, seen)
+            # Also those that are about to follow: what they have gathered for the last step is not known before.
+            histories = {progress.history for name, progress in read_progress(seen).items() if name in partners}
+            together = partners & seen.keys() <= set(others.together)
+            return others, together and (strategy.global_step is None or histories <= {strategy.history})
 
         while (left := training.site.broadcast_from_leader(lambda: end - training.monotonic())) > 0:
-            seen = self._wait(
-                lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), min(left, LOOK_SECONDS)
-            )
-            others = training.site.broadcast_from_leader(partial(strategy.others, training, seen))
-            if partners & seen.keys() <= set(others.together):
+            seen = self._wait(lambda seen: look(seen)[1] or bool(look(seen)[0].ahead), min(left, LOOK_SECONDS))
+            others, level = training.site.broadcast_from_leader(partial(look, seen))
+            if level:
                 return
             if not others.ahead:
                 self._forget_gone()
