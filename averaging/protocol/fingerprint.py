@@ -5,36 +5,22 @@ It travels in the member's `gather`. Peers of other software send none, and are 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import xxhash
-
-from averaging.common import is_count, is_number, pack
+from averaging.common import is_count, is_number
 
 KEY = "averaging/state"
 """Key in a member's `gather` under which its packed fingerprint travels."""
 
-MAX_ENTRIES, MAX_SKETCHES = 1024, 64
-"""Limits on the digests and on the sketches of one fingerprint; several tensors share one if there are more."""
+MAX_ENTRIES = 1024
+"""Limit on the digests of one fingerprint; several tensors share one if there are more."""
 
-ENTRY_BYTES, SKETCH_BYTES = 2, 8
+ENTRY_BYTES = 2
 
-MAX_VALUES_BYTES = 1024
-"""Hyperparameters that differ between parameter groups travel as a digest if all of them would take more than this."""
-
-MAX_NAMES, MAX_NAME, MAX_ITEMS = 64, 64, 16
-"""Limits on the hyperparameters, on the length of a name or text, and on the items of a tuple such as `betas`."""
-
-Value: TypeAlias = "bool | int | float | str | tuple[bool | int | float | str | None, ...] | None"
-
-Hyperparameters: TypeAlias = "Mapping[str, tuple[Value, ...]]"
-"""The values by name: a single one if it is the same in all parameter groups, else one for each group."""
-
-Packed: TypeAlias = "Mapping[str, tuple[Value, ...] | bytes]"
-"""Hyperparameters as they travel: a digest in the place of long ones."""
+MAX_NAMES, MAX_TEXT = 64, 64
+"""Limits on the number of hyperparameters, and on the length of their names and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +33,19 @@ class Fingerprint:
     digest: str = ""  # digest of all tensors, or of a part of each if they are large; 16 hexadecimal digits
     # `ENTRY_BYTES` of the digest of each tensor, in order; of runs of tensors if there are more than `MAX_ENTRIES`
     entries: bytes = b""
-    # a float64 of each run of tensors, `MAX_SKETCHES` at most. Two of them differ by about the relative difference of
-    # the tensors.
-    sketches: bytes = b""
+    sketch: float = 0.0  # two of them differ by about the relative difference of the tensors, on average
     # 0 if the peer began with its own parameters; else 1 + its local step when it last took over a state
     since: int = 0
     step: int = 0  # the step at which `hyperparameters` were used
-    hyperparameters: Packed = field(default_factory=dict)  # those of the optimizer, by name; empty if unknown
+    hyperparameters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # those of the optimizer, as text; empty if unknown
+    scheduled: tuple[str, ...] = ()  # the hyperparameters that have changed so far
 
     def pack(self) -> list[Any]:
         """Packs it for msgpack."""
-        values = {
-            name: column if isinstance(column, bytes) else list(column) for name, column in self.hyperparameters.items()
-        }
-        return [self.moment, self.digest, self.entries, self.sketches, self.since, self.step, values]
+        values, scheduled = dict(self.hyperparameters), list(self.scheduled)
+        return [self.moment, self.digest, self.entries, self.sketch, self.since, self.step, values, scheduled]
 
     @classmethod
     def unpack(cls, packed: object) -> Fingerprint | None:
@@ -70,51 +55,26 @@ class Fingerprint:
                 str(moment),
                 str(digest),
                 bytes(entries),
-                bytes(sketches),
+                float(sketch),
                 since,
                 step,
                 dict(values),
+                list(scheduled),
                 *_,
             ] if (
-                max(len(moment), len(digest)) <= MAX_NAME
+                is_number(sketch)
                 and len(entries) <= MAX_ENTRIES * ENTRY_BYTES
-                and len(sketches) <= MAX_SKETCHES * SKETCH_BYTES
-                and len(sketches) % SKETCH_BYTES == 0
                 and is_count(since)
                 and is_count(step)
+                and max(len(values), len(scheduled)) <= MAX_NAMES
+                and all(map(_is_text, (moment, digest, *values, *values.values(), *scheduled)))
             ):
-                read = _read(values)
-                return None if read is None else cls(moment, digest, entries, sketches, since, step, read)
+                return cls(moment, digest, entries, sketch, since, step, values, tuple(scheduled))
         return None
 
-    def sketch(self, index: int) -> float | None:
-        """The sketch of run `index`; None if there is none."""
-        piece = self.sketches[index * SKETCH_BYTES : (index + 1) * SKETCH_BYTES]
-        value: float | None = struct.unpack("<d", piece)[0] if len(piece) == SKETCH_BYTES else None
-        return value if is_number(value) else None
 
-
-def _read(values: Mapping[Any, Any]) -> dict[str, tuple[Value, ...] | bytes] | None:
-    """Hyperparameters of a stranger; None if they are malformed."""
-    if len(values) > MAX_NAMES or not all(isinstance(name, str) and len(name) <= MAX_NAME for name in values):
-        return None
-    read: dict[str, tuple[Value, ...] | bytes] = {}
-    for name, column in values.items():
-        if isinstance(column, bytes):
-            read[name] = column[:8]
-        elif isinstance(column, list):
-            read[name] = tuple(tuple(value) if isinstance(value, list) else value for value in column)
-            if not all(map(_is_value, read[name])):
-                return None
-        else:
-            return None
-    return read
-
-
-def _is_value(value: object) -> bool:
-    if isinstance(value, tuple):
-        return len(value) <= MAX_ITEMS and all(_is_value(item) and not isinstance(item, tuple) for item in value)
-    return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MAX_NAME)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT
 
 
 def attach(gather: Any, fingerprint: Fingerprint) -> Any:
@@ -132,22 +92,7 @@ def detach(user: Any) -> tuple[Any, Fingerprint | None]:
     return rest or None, Fingerprint.unpack(user[KEY])
 
 
-def shorten(hyperparameters: Hyperparameters) -> Packed:
-    """The hyperparameters as they travel, see `MAX_VALUES_BYTES`."""
-    kept = dict(list(hyperparameters.items())[:MAX_NAMES])
-    packed = pack({name: list(column) for name, column in kept.items()})
-    if len(packed) <= MAX_VALUES_BYTES:
-        return kept
-    return {name: column if len(column) == 1 else digest_of(column) for name, column in kept.items()}
-
-
-def digest_of(column: Sequence[Value]) -> bytes:
-    """Digest of the values of all groups, with six digits of each number, since machines round differently."""
-    text = ",".join(f"{value:.6g}" if isinstance(value, float) else repr(value) for value in column)
-    return xxhash.xxh3_64_digest(text.encode())
-
-
-def runs(count: int, limit: int) -> list[range]:
-    """Cuts the numbers from 0 to `count` into at most `limit` runs of about equal length."""
-    pieces = min(count, limit)
+def runs(count: int) -> list[range]:
+    """Cuts the numbers of `count` tensors into at most `MAX_ENTRIES` runs of about equal length."""
+    pieces = min(count, MAX_ENTRIES)
     return [range(piece * count // pieces, (piece + 1) * count // pieces) for piece in range(pieces)]

@@ -5,7 +5,7 @@ that a peer keeps, in memory and in a file), `explanation` (the causes in words)
 (of a peer and its training), `drift` (members that differ although they should not).
 """
 
-from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
+from averaging.receipts.drift import Drift, DriftCheck, DriftKind
 from averaging.receipts.explanation import Round, describe, explain
 from averaging.receipts.progress import TrainingPace, TrainingProgress
 from averaging.receipts.receipt import (
@@ -44,7 +44,6 @@ __all__ = [
     "DropCode",
     "Dropped",
     "Finish",
-    "HyperparameterLog",
     "LateArrival",
     "Outcome",
     "PeerStatus",

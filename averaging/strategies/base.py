@@ -113,6 +113,7 @@ class Strategy(ABC):
     _partners: frozenset[str] = frozenset()  # the members of the last group
     _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
+    _compared: Mapping[str, bytes] | None = None  # the announcements with which the terms were compared last
     _moment: float | None = None  # at which this peer comes next, as it announces it
     _attendance = Attendance()  # with a quorum
     _standstill = Standstill()  # at the leader of a site
@@ -214,6 +215,9 @@ class Strategy(ABC):
         Raises:
             ConfigError: it is such a peer; the message names another one and the option.
         """
+        if announcements is self._compared:
+            return
+        self._compared = announcements
         differing, alike = compare_terms(self._terms(training), announcements)
         if not differing:
             return

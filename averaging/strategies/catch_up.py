@@ -44,7 +44,7 @@ class CatchUp:
 
     def ignored(self, training: StrategyContext) -> Collection[str]:
         now = training.monotonic()
-        return frozenset(name for name, until in self._ignored.items() if now < until)
+        return tuple(name for name, until in self._ignored.items() if now < until)
 
     def follow(
         self,

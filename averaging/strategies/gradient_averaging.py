@@ -185,14 +185,14 @@ class GradientAveraging(LockstepStrategy):
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
-            training.drift.note_hyperparameters(self.history.step)
+            step = self.history.step
             try:
                 options: RoundOptions = {
                     "phase": self.history.phase,
                     "weight": self._gathered,
                     "gather": {"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
                     "expected_peers": self._expected_peers(training, together),
-                    "drift": training.fingerprint(training.parameters, self.history.phase, self.history.step),
+                    "drift": training.fingerprint(training.parameters, self.history.phase, step, step=step),
                 }
                 if search_timeout is not None:
                     options["search_timeout"] = search_timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,6 +59,8 @@ class LockstepStrategy(Strategy):
     _awaited: int | None = None  # the step whose state it downloads while the others wait, see `Progress.late`
     _put_off: Mapping[str, float] = {}  # until when it puts off its steps for a peer that is behind, on its own clock
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
+    _given: tuple[object, ...] = (None,)  # from what `_others` follows
+    _others = Others((), 0.0, 0.0, {})
 
     @property
     def global_step(self) -> int:
@@ -68,17 +71,23 @@ class LockstepStrategy(Strategy):
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint."""
+        ignored = self._downloads.ignored(training)
+        given = announcements, self.history, self._partners, self._missing, self.stage, ignored
+        if all(map(operator.is_, given, self._given)):
+            return self._others  # as in most steps
         # No peer waits for these again until they announce something new.
         absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
         others = compare_progress(
             Own(self.history, training.donates, self._quorum_count(training, announcements), absent),
             announcements,
             self._partners,
-            ignored=self._downloads.ignored(training),
+            ignored=ignored,
             trains=self.stage is Stage.TRAINING,
         )
-        late = self._late_peers(announcements)
-        return replace(others, together=tuple(dict.fromkeys([*others.together, *late]))) if late else others
+        if late := self._late_peers(announcements):
+            others = replace(others, together=tuple(dict.fromkeys([*others.together, *late])))
+        self._given, self._others = given, others
+        return others
 
     def _late_peers(self, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
         """The peers that wait to contribute to this peer's next step although they have missed others."""

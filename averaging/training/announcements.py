@@ -83,6 +83,7 @@ class Announcements:
     def __init__(self, site: Site, peer: Peer, thread: EventLoopThread) -> None:
         self._site, self._peer, self._thread = site, peer, thread
         self._queries = CachedQueries()
+        self._seen: dict[str, bytes] = {}
         self._correction = 0.0
         self._corrected_at = -math.inf
 
@@ -99,8 +100,12 @@ class Announcements:
         return self._site.broadcast_from_leader(lambda: self.at_leader(wait=wait))
 
     def at_leader(self, *, wait: bool) -> dict[str, bytes]:
+        """As long as nobody announces anything new, it is the same object: what follows from it does so, too."""
         progress = self._peer.progress
-        return self._queries.recent(self._thread, "announcements", lambda: progress.announcements, wait=wait)
+        seen = self._queries.recent(self._thread, "announcements", lambda: progress.announcements, wait=wait)
+        if seen != self._seen:
+            self._seen = seen
+        return self._seen
 
     @property
     def none_known(self) -> bool:

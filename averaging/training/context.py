@@ -180,7 +180,6 @@ class StrategyContext:
         """
         with self.pace.working(), ExitStack() as lock:
             lock.enter_context(self.peer.tensors())
-            self.drift.note_hyperparameters(self.local_step)
             if closure is None:
                 self._clip(max_norm)
                 loss = self.optimizer_step()
@@ -369,23 +368,25 @@ class StrategyContext:
         chosen.update(options)
         chosen["expected_peers"] = expected.peers
         chosen["gather"] = self.reports.counters.added_to(options.get("gather"))  # in the training thread, which counts
-        chosen["drift"] = self.drift.comparison(options.get("drift"))
+        chosen["drift"] = self.drift.comparison(options.get("drift"), self.local_step)
         if shard is not None and pending is not None:
             chosen["confirm"] = pending.confirm
             chosen["gather"] = wrapped(shard.site, pending.number, chosen["gather"])
         return _average_at(self.peer, after, topic, chosen) if after > 0 else self.peer.average(topic, **chosen)
 
-    def fingerprint(self, tensors: Mapping[str, torch.Tensor], moment: str, number: int) -> DriftCheck:
+    def fingerprint(
+        self, tensors: Mapping[str, torch.Tensor], moment: str, number: int, *, step: int | None = None
+    ) -> DriftCheck:
         """Fingerprint of tensors that all members of a group should hold alike, to be compared in its round.
 
         Args:
             tensors: tensors by name, in the same order at all peers.
             moment: which moment they are of, at most 64 characters; only fingerprints of the same one are compared.
             number: the same at all peers; other parts of large tensors are digested with the next number.
+            step: step of the run for which the hyperparameters count; the local step if None.
         """
         values = list(tensors.values())
-        own = fingerprint_of(values, moment, number)
-        return DriftCheck(own, list(tensors), tolerance=tolerance_of(values))
+        return DriftCheck(fingerprint_of(values, moment, number), list(tensors), tolerance_of(values), step)
 
     def _report(self, receipt: Receipt, *, may_fail: bool = False) -> Receipt:
         self.standing = self.standing.after_round(receipt.members, averaged=receipt.averaged)

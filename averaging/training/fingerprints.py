@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
-import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from averaging.protocol import (
-    ENTRY_BYTES,
-    MAX_ENTRIES,
-    MAX_ITEMS,
-    MAX_NAME,
-    MAX_SKETCHES,
-    Fingerprint,
-    Hyperparameters,
-    Value,
-    runs,
-    shorten,
-)
-from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt
+from averaging.protocol import ENTRY_BYTES, MAX_NAMES, MAX_TEXT, Fingerprint, runs
+from averaging.receipts import Drift, DriftCheck, DriftKind, Receipt
 from averaging.training.optimizer_state import HYPERPARAMETERS, GroupProgress
 from averaging.training.site import Site
 
@@ -73,19 +59,13 @@ def fingerprint_of(tensors: Sequence[torch.Tensor], moment: str, number: int, si
     """
     pieces = _on_cpu(_windows(tensors, number))
     digests = [xxhash.xxh3_64_digest(piece.view(np.uint8).data) for piece in pieces]
-    entries = (
-        digests[run.start] if len(run) == 1 else xxhash.xxh3_64_digest(b"".join(digests[run.start : run.stop]))
-        for run in runs(len(digests), MAX_ENTRIES)
-    )
-    sketched = [
-        sum(_sketch(piece, tensors[place]) for place, piece in zip(run, pieces[run.start : run.stop], strict=True))
-        for run in runs(len(pieces), MAX_SKETCHES)
-    ]
+    entries = (xxhash.xxh3_64_digest(b"".join(digests[run.start : run.stop])) for run in runs(len(digests)))
+    sketches = [_sketch(piece, tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
     return Fingerprint(
         moment,
         xxhash.xxh3_64_hexdigest(b"".join(digests)),
         b"".join(entry[:ENTRY_BYTES] for entry in entries),
-        struct.pack(f"<{len(sketched)}d", *sketched),
+        sum(sketches) / max(1, len(sketches)),
         since,
     )
 
@@ -150,45 +130,30 @@ class DriftMonitor:
         self._site, self._progress = site, progress
         self.optimizers = {"": optimizer}  # by the prefix of their names; a strategy adds its own
         self.since = 0  # 0 if this peer began with its own parameters; else 1 + its local step at its last takeover
-        self._log = HyperparameterLog()
         self._logged: set[Drift] = set()
-        self._seen: list[object] = []
-        self._read: Hyperparameters = {}
+        self._first = self._hyperparameters()
+        self._scheduled: set[str] = set()  # those that were changed since
 
-    def note_hyperparameters(self, step: int) -> None:
-        """Notes the hyperparameters that are used at a step.
-
-        Args:
-            step: local step; a strategy whose peers make all steps together passes the global step.
-        """
-        seen: list[object] = list(self._progress.keys)
-        for optimizer in self.optimizers.values():
-            names = _arguments(type(optimizer).__mro__)
-            seen += [value for group in optimizer.param_groups for name, value in group.items() if name in names]
-        # Most steps use the same values, and reading them takes longer than to see that none was replaced.
-        unchanged = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
-        if not unchanged or any(isinstance(value, torch.Tensor | list) for value in seen):
-            self._seen, self._read = seen, self._hyperparameters()
-        self._log.record(step, self._read)
-
-    def _hyperparameters(self) -> Hyperparameters:
-        columns: dict[str, tuple[Value, ...]] = {}
+    def _hyperparameters(self) -> dict[str, str]:
+        texts: dict[str, str] = {}
         for prefix, optimizer in self.optimizers.items():
             names = _arguments(type(optimizer).__mro__) - (set() if prefix else self._progress.keys)
             groups = optimizer.param_groups
-            columns[f"{prefix}optimizer"] = (type(optimizer).__name__[:MAX_NAME],)
+            texts[f"{prefix}optimizer"] = type(optimizer).__name__[:MAX_TEXT]
             for name in [name for name in groups[0] if name in names]:
-                column = tuple(_value(group.get(name)) for group in groups)
-                if _UNREADABLE not in column:
-                    columns[f"{prefix}{name}"] = column[:1] if column.count(column[0]) == len(column) else column
-        return columns
+                column = [_text(group.get(name)) for group in groups]
+                if all(column):
+                    texts[f"{prefix}{name}"[:MAX_TEXT]] = _short(column[0] if len(set(column)) == 1 else str(column))
+        return dict(list(texts.items())[:MAX_NAMES])
 
-    def comparison(self, check: DriftCheck | None) -> DriftCheck:
-        """What is compared in a round: what the strategy compares, and the hyperparameters of the last step."""
+    def comparison(self, check: DriftCheck | None, local_step: int) -> DriftCheck:
+        """What is compared in a round: what the strategy compares, and the present hyperparameters."""
         check = check or DriftCheck(Fingerprint())
-        step, values = self._log.latest()
-        own = replace(check.own, since=self.since, step=step, hyperparameters=shorten(values))
-        return replace(check, own=own, log=self._log)
+        values, step = self._hyperparameters(), local_step if check.step is None else check.step
+        self._scheduled |= {name for name, text in values.items() if self._first.setdefault(name, text) != text}
+        scheduled = tuple(sorted(self._scheduled & values.keys()))
+        own = replace(check.own, since=self.since, step=step, hyperparameters=values, scheduled=scheduled)
+        return replace(check, own=own)
 
     def log(self, receipt: Receipt) -> None:
         """Logs the differences between the members of a group that should be equal."""
@@ -204,9 +169,6 @@ class DriftMonitor:
             self._logged.add(same)
 
 
-_UNREADABLE = "\0"
-
-
 @cache
 def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
     """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
@@ -217,12 +179,17 @@ def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
     )
 
 
-def _value(value: object) -> Any:
+def _text(value: object) -> str:
+    """A value as text, with six digits of each number, since machines round differently; empty if it cannot be read."""
     if isinstance(value, torch.Tensor):
-        return value.item() if value.device.type == "cpu" and value.numel() == 1 else _UNREADABLE
+        return _text(value.item()) if value.device.type == "cpu" and value.numel() == 1 else ""
     if isinstance(value, list | tuple):
-        items = tuple(_value(item) for item in value)
-        return items if len(items) <= MAX_ITEMS and not any(isinstance(item, tuple) for item in items) else _UNREADABLE
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return value[:MAX_NAME] if isinstance(value, str) else _UNREADABLE
+        items = [_text(item) for item in value]
+        return f"({', '.join(items)})" if all(items) else ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:.6g}"
+    return str(value) if value is None or isinstance(value, bool | str) else ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:40]}…{xxhash.xxh3_64_hexdigest(text.encode())}"

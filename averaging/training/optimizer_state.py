@@ -36,6 +36,13 @@ HYPERPARAMETERS = frozenset({"lr", "momentum", "betas", "weight_decay", "eps"})
 
 Groups = list[dict[str, Any]]
 
+MUTABLE = (torch.Tensor, list, tuple)
+"""What may change in a group without being replaced."""
+
+FIXED = frozenset({"params", "param_names"})
+
+ABSENT = object()
+
 
 class GroupProgress:
     """The keys of an optimizer's parameter groups that are its progress: those that its steps change.
@@ -55,15 +62,24 @@ class GroupProgress:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Wraps a step of the optimizer."""
-        before = [
-            dict(group) for group in self._optimizer.param_groups
-        ]  # keeps replaced tensors, so that ids are unique
-        prints = [_fingerprints(group) for group in before]
+        before = [dict(group) for group in self._optimizer.param_groups]  # keeps replaced values, so ids are unique
+        prints = [
+            {
+                key: _fingerprint(value)
+                for key, value in group.items()
+                if isinstance(value, MUTABLE) and key not in FIXED
+            }
+            for group in before
+        ]
         yield
-        for old, group in zip(prints, self._optimizer.param_groups, strict=False):
-            new = _fingerprints(group)
-            changed = {key for key in new if key not in old or old[key] != new[key]} - self.keys
-            self.keys |= {key for key in changed if SCHEDULED.get(key, frozenset()).isdisjoint(group)}
+        for old, mutable, group in zip(before, prints, self._optimizer.param_groups, strict=False):
+            for key in group.keys() - FIXED - self.keys:
+                value, was = group[key], old.get(key, ABSENT)
+                if value is was and key not in mutable:
+                    continue  # as most are
+                is_changed = _fingerprint(value) != (mutable[key] if key in mutable else _fingerprint(was))
+                if is_changed and SCHEDULED.get(key, frozenset()).isdisjoint(group):
+                    self.keys.add(key)
 
     def values(self) -> Groups:
         return [
@@ -136,10 +152,6 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _fingerprints(group: Mapping[str, Any]) -> dict[str, object]:
-    return {key: _fingerprint(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _fingerprint(value: object) -> object:
