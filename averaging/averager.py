@@ -446,7 +446,7 @@ class DecentralizedAverager(OptimizerWrapper):
             quorum=str(strategy.quorum.quorum) if strategy.quorum else "",
             grace=strategy.grace,
             max_grace=strategy.quorum.grace if strategy.quorum else None,
-            weight_unit=training.weights.unit.get("unit", ""),
+            weight_unit=training.weights.unit,
             missed=strategy.missed,
         )
 

@@ -8,7 +8,7 @@ remembered of other peers.
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.matchmaking import Matchmaking
-from averaging.matchmaking.rules import LEAST_SEARCH, Quorum, holds_state
+from averaging.matchmaking.rules import LEAST_SEARCH, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchConfig
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "NoGroupError",
     "Quorum",
     "SearchConfig",
-    "holds_state",
 ]

@@ -10,15 +10,15 @@ import math
 import random
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_count, is_endpoint, is_finite, pack, unpack
+from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack, unpack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.conduct import LeaderStanding
 from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
+    Contribution,
     Group,
     JoinRequest,
     Member,
@@ -66,10 +66,6 @@ class Declaration:
     endpoint: str
 
 
-MAX_STATED_GRACE = 600.0
-"""Seconds of grace that a leader believes its followers at most."""
-
-
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """When a group begins although expected members are missing.
@@ -81,8 +77,10 @@ class Quorum:
     count: int  # members without which no group begins, see `counts_for_quorum`
     grace: float  # seconds for which the group waits for further ones once these are there
 
-    def pack(self) -> list[Any]:
-        return [self.count, self.grace, True]  # True: only one group may have the key
+    @property
+    def stated(self) -> tuple[int, float, bool]:
+        """See `Contribution.quorum`."""
+        return self.count, self.grace, True
 
 
 @dataclass(slots=True)
@@ -188,11 +186,7 @@ def counts_for_quorum(member: Member) -> bool:
     An auxiliary is not, since it contributes nothing, nor is a member that says in its `gather` that it does not hold
     the state that the group changes: it contributes, but cannot keep the result.
     """
-    return member.sends and holds_state(member.user)
-
-
-def holds_state(user: object) -> bool:
-    return not isinstance(user, dict) or user.get("holds", True) is not False
+    return member.sends and Contribution.read(member.user).holds
 
 
 def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
@@ -200,17 +194,9 @@ def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
 
     Of different ones it is the (lower) median, so a single peer can neither switch it off nor block all groups.
     """
-    users = [member.user for member in followers if member.sends and isinstance(member.user, dict)]
-    stated = sorted(filter(None, (_unpack_quorum(user.get("quorum")) for user in users)))
-    return Quorum(*stated[(len(stated) - 1) // 2]) if stated else None
-
-
-def _unpack_quorum(value: object) -> tuple[int, float] | None:
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        return None
-    count, grace, once = value
-    valid = is_count(count) and is_finite(grace) and 0 <= grace <= MAX_STATED_GRACE and isinstance(once, bool)
-    return (count, float(grace)) if valid else None
+    quorums = [Contribution.read(member.user).quorum for member in followers if member.sends]
+    stated = sorted(quorum for quorum in quorums if quorum is not None)
+    return Quorum(*stated[(len(stated) - 1) // 2][:2]) if stated else None
 
 
 def has_quorum(searching: LeaderCandidate) -> bool:

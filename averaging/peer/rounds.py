@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, Prepared, RoundResult
-from averaging.common import counted, is_count, is_number, spelled
+from averaging.common import counted, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ClosedError, RoundError
@@ -31,7 +31,7 @@ from averaging.peer.topics import (
     StopSearch,
     Topic,
 )
-from averaging.protocol import Fingerprint, Group, Mode, detach
+from averaging.protocol import Contribution, Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.tensors import Schema, StagedTensor, in_thread, offload
 from averaging.timing import expire
@@ -596,24 +596,12 @@ def _nobody(_: Mapping[str, bytes]) -> Collection[str]:
 def _with_arrival(account: Account, round_: _Round) -> Account:
     name = account.endpoint
     waited = None if round_.arrivals is None else round_.arrivals.waited(name)
-    user = _user(None if round_.group is None else detach(round_.group.members[round_.group.index(name)].user)[0])
-    age, discount = _age_in(user)
-    unit = "samples" if user.get("unit") == "samples" else ""
+    group = round_.group
+    said = Contribution.read(None if group is None else group.members[group.index(name)].user)
+    unit = "samples" if said.unit == "samples" else ""
     rate = round_.step_rates.get(name)
-    return replace(account, waited=waited, step_rate=rate, age=age, discount=discount, weight_unit=unit)
-
-
-def _user(gathered: Any) -> dict[Any, Any]:
-    """What the strategy of a member states in its `gather`; empty if it states nothing, or no dict."""
-    user = gathered.get("user") if isinstance(gathered, dict) and "site" in gathered else gathered
-    return user if isinstance(user, dict) else {}
-
-
-def _age_in(user: Mapping[Any, Any]) -> tuple[int | None, float | None]:
-    """The age and the discount that a member states; None if it states none, or nonsense."""
-    age, discount = user.get("age"), user.get("discount")
-    known = is_count(age) and age < 1 << 32
-    return age if known else None, float(discount) if known and is_number(discount) and 0 < discount <= 1 else None
+    discount = None if said.age is None else said.discount
+    return replace(account, waited=waited, step_rate=rate, age=said.age, discount=discount, weight_unit=unit)
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

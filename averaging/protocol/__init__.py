@@ -1,13 +1,16 @@
 """What travels between peers, and what the members of a group must agree on, without bytes or sockets.
 
 Read in this order: `messages` (one dataclass for each message), `group` (its rule and who is in it),
-`fingerprint` (the state of a member, in short).
+`contribution` (what a member says of itself).
 """
 
-from averaging.protocol.fingerprint import (
+from averaging.protocol.contribution import (
     ENTRY_BYTES,
     MAX_NAMES,
+    MAX_SAMPLES,
+    MAX_STATED_GRACE,
     MAX_TEXT,
+    Contribution,
     Fingerprint,
     attach,
     detach,
@@ -67,6 +70,8 @@ __all__ = [
     "KEPT_BITS",
     "MAX_GROUP_SIZE",
     "MAX_NAMES",
+    "MAX_SAMPLES",
+    "MAX_STATED_GRACE",
     "MAX_TEXT",
     "MEAN",
     "NONCE_BYTES",
@@ -76,6 +81,7 @@ __all__ = [
     "AveragingData",
     "Buffer",
     "CompressionType",
+    "Contribution",
     "Digest",
     "DownloadData",
     "ExchangeReply",

@@ -14,8 +14,9 @@ import torch
 
 from averaging.common import is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
+from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
-from averaging.protocol import CompressionType, MeanOver, TopK
+from averaging.protocol import CompressionType, Contribution, MeanOver, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions
@@ -378,18 +379,19 @@ class DiLoCo(LockstepStrategy):
 
         return stop
 
-    def _contribution(self, training: StrategyContext, fragment: Fragment, target: History) -> RoundOptions:
+    def _contribution(
+        self, training: StrategyContext, fragment: Fragment, target: History, quorum: Quorum | None = None
+    ) -> RoundOptions:
         weight = training.weights.of(fragment.topic)
-        gather: dict[str, Any] = {"samples": weight} | training.weights.unit
+        said = Contribution(samples=weight, unit=training.weights.unit)
         if self.quorum is None:
-            return {"gather": gather, "weight": weight}
+            return {"gather": said.pack(), "weight": weight}
         base = target.step if fragment.base is None else fragment.base
         age = int(max(0.0, target.step - base) // len(self._fragments))
         factor = self.quorum.weight_factor(age)
-        gather |= {"steps": fragment.open_steps, "age": age, "discount": factor}
-        if target != self.history:
-            gather["holds"] = False
-        return {"gather": gather, "weight": weight * factor}
+        stated, holds = None if quorum is None else quorum.stated, target == self.history
+        said = replace(said, steps=fragment.open_steps, age=age, discount=factor, holds=holds, quorum=stated)
+        return {"gather": said.pack(), "weight": weight * factor}
 
     def _anchor(self) -> None:
         for fragment in self._fragments:
@@ -478,12 +480,13 @@ class DiLoCo(LockstepStrategy):
         expected = self._at_moment(self._expected_peers(training, together), due.moment)
         options: RoundOptions = {"phase": self.history.phase, "expected_peers": expected}
         options["drift"] = training.fingerprint(self._anchors, self.history.phase, self.history.step)
-        options.update(self._contribution(training, fragment, self.history))
+        # At the end of training all wait for all.
+        quorum = None if search_timeout is not None else self._next_quorum(training)
+        options.update(self._contribution(training, fragment, self.history, quorum))
         if search_timeout is not None:
-            options["search_timeout"] = search_timeout  # at the end of training all wait for all
-        elif (quorum := self._next_quorum(training)) is not None:
+            options["search_timeout"] = search_timeout
+        if quorum is not None:
             options["quorum"] = quorum
-            options["gather"]["quorum"] = quorum.pack()
             options["stop_search"] = self._stop(training, self.history, expected)
         self._pending = training.begin(fragment.topic, after=due.after, **options)
 

@@ -11,7 +11,7 @@ import torch
 from averaging.config import NonFinite
 from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt, RoundOptions
-from averaging.protocol import CompressionType
+from averaging.protocol import CompressionType, Contribution
 from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.tensors import first_not_finite
@@ -185,12 +185,12 @@ class GradientAveraging(LockstepStrategy):
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
-            step = self.history.step
+            step, bits = self.history.step, _bitmap(lacking, len(self._present))
             try:
                 options: RoundOptions = {
                     "phase": self.history.phase,
                     "weight": self._gathered,
-                    "gather": {"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
+                    "gather": Contribution(samples=self._gathered, lacking=bits).pack(),
                     "expected_peers": self._expected_peers(training, together),
                     "drift": training.fingerprint(training.parameters, self.history.phase, step, step=step),
                 }
@@ -204,7 +204,7 @@ class GradientAveraging(LockstepStrategy):
                 self._stands_still(f"its last round failed: {receipt.reason}")
                 return
             for member in receipt.members:
-                lacking &= _numbers(receipt.gathered[member], "lacking")
+                lacking &= _numbers(Contribution.read(receipt.gathered[member]).lacking)
         for number, (name, mean) in enumerate(self._means.items()):
             # Like in one process, the optimizer skips a parameter for which no peer has a gradient.
             training.set_gradient(name, None if number in lacking else mean)
@@ -264,9 +264,6 @@ def _bitmap(numbers: Collection[int], count: int) -> bytes:
     return bytes(bits)
 
 
-def _numbers(user: Any, key: str) -> set[int]:
-    """Unpacks `_bitmap` from under `key` of a member's `gather`; empty if it is malformed."""
-    bitmap = user.get(key) if isinstance(user, dict) else None
-    if not isinstance(bitmap, bytes):
-        return set()
+def _numbers(bitmap: bytes) -> set[int]:
+    """Unpacks `_bitmap`."""
     return {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}

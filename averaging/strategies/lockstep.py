@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from averaging.common import is_number, listed
+from averaging.common import listed
 from averaging.errors import StateError
-from averaging.matchmaking import holds_state
 from averaging.peer import ExpectedPeers, Topic
+from averaging.protocol import Contribution
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.timing import SLOW_LINK
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 HELD_SECONDS, HELD_COPIES = 300.0, 8
 """For how many seconds global steps are put off at most for a peer that is behind again after a download, besides the
 time that so many copies of the model take on a slow link. It may have to download the state twice until it is level."""
-
-MAX_SAMPLES = 2.0**53
-"""Upper limit of one member's samples in a step: discovery would not accept a history with infinitely many."""
 
 
 class LockstepStrategy(Strategy):
@@ -218,7 +215,7 @@ class LockstepStrategy(Strategy):
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.
-            self._partners = frozenset(name for name in present if holds_state(receipt.gathered[name]))
+            self._partners = frozenset(name for name in present if Contribution.read(receipt.gathered[name]).holds)
             announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
@@ -227,10 +224,5 @@ class LockstepStrategy(Strategy):
                 lambda: self.history.after(secrets.token_bytes(20), samples)
             )
         else:
-            samples_of_members = (gathered_samples(receipt.gathered[member]) for member in receipt.members)
-            self.history = self.history.after(receipt.group_id, sum(samples_of_members))
-
-
-def gathered_samples(user: Any) -> float:
-    samples = user.get("samples") if isinstance(user, dict) else None
-    return float(samples) if is_number(samples) and 0 < samples <= MAX_SAMPLES else 0.0
+            contributions = (Contribution.read(receipt.gathered[member]) for member in receipt.members)
+            self.history = self.history.after(receipt.group_id, sum(said.samples for said in contributions))

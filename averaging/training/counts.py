@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from averaging.common import check_weight, is_count
 from averaging.errors import ConfigError
 from averaging.peer import RoundOptions, Topic
+from averaging.protocol import Contribution
 from averaging.receipts import StepRate, TrainingPace
 from averaging.training.site import Site
 
@@ -54,9 +55,9 @@ class RoundWeight:
             )
 
     @property
-    def unit(self) -> dict[str, str]:
-        """What `gather` says of the unit of the weight: nothing of a number."""
-        return {"unit": SAMPLES} if self.counts_samples else {}
+    def unit(self) -> str:
+        """The unit of the weight; empty for a plain number."""
+        return SAMPLES if self.counts_samples else ""
 
     def of(self, topic: Topic) -> float:
         """Weight of this peer in the next round of a topic; all ranks of a site call it."""
@@ -70,7 +71,7 @@ class RoundWeight:
         if "weight" not in options:
             options["weight"] = self.of(topic)
             if self.counts_samples:
-                options.setdefault("gather", self.unit)
+                options.setdefault("gather", Contribution(unit=self.unit).pack())
 
     def forget(self) -> None:
         self.made, self.averaged = 0, {}

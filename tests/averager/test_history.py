@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
+from averaging.common.safe_msgpack import pack, unpack
 from averaging.errors import StateError
+from averaging.protocol.contribution import MAX_SAMPLES, Contribution
 from averaging.strategies.catch_up import check_history
-from averaging.strategies.lockstep import MAX_SAMPLES, gathered_samples
 from averaging.training.history import (
     History,
     Origin,
@@ -224,16 +225,19 @@ def test_peers_whose_origin_is_not_known_count_as_of_one_run() -> None:
 
 @pytest.mark.parametrize("samples", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
 def test_no_member_can_make_a_history_that_is_malformed(samples: object) -> None:
-    total = sum(gathered_samples(user) for user in ({"samples": samples}, {"samples": samples}, {"samples": 5}))
+    total = sum(Contribution.read({"samples": said}).samples for said in (samples, samples, 5))
     progress = Progress(at(3, 10.0, "aa").after(b"x" * 20, total))
     assert progress.history.samples == 5.0
     assert Progress.unpack(progress.pack()) == progress
 
 
-@pytest.mark.parametrize("samples", [1, 0.5, 32, MAX_SAMPLES])
-def test_what_a_member_reports_is_counted(samples: float) -> None:
-    assert gathered_samples({"samples": samples}) == samples
-    assert gathered_samples({"samples": 0}) == gathered_samples({}) == gathered_samples(b"?") == 0.0
+def test_what_a_member_states_is_read_whole_or_not_at_all() -> None:
+    said = Contribution(samples=32, unit="samples", age=3, discount=0.5, holds=False, quorum=(2, 1.5, True))
+    assert Contribution.read(unpack(pack(said.pack()))) == said
+    assert Contribution.read({"site": "a", "round": 1, "user": said.pack()}) == said
+    assert Contribution.read({"samples": MAX_SAMPLES, "other": [1]}).samples == MAX_SAMPLES
+    for other in (None, b"?", 7, {}, {"age": True}, {"age": 1 << 32}, {"discount": 1.5}, {"quorum": [2, 601.0, True]}):
+        assert Contribution.read(other) == Contribution()
 
 
 def test_a_state_is_taken_only_if_it_is_as_far_as_its_donor_claims() -> None:

@@ -25,6 +25,7 @@ from averaging.discovery.gossip.record import RecordLimits, entry_hash, record_i
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.matchmaking import rules
 from averaging.peer import rounds, run_progress
+from averaging.protocol.contribution import MAX_STATED_GRACE
 from averaging.protocol.group import (
     MEAN,
     Aggregation,
@@ -94,9 +95,9 @@ def test_the_in_group_record_and_the_quorum_of_the_page() -> None:
     assert rules.pack_in_group(float(when)).hex() == packed
     assert rules.unpack_in_group(bytes.fromhex(packed)) == float(when)
     assert not rules.unpack_looking(bytes.fromhex(packed))  # to software without a quorum the search is over
-    assert f"seconds (0 to {rules.MAX_STATED_GRACE:g})" in PAGE
+    assert f"seconds (0 to {MAX_STATED_GRACE:g})" in PAGE
     assert f"Of more than {rounds.MAX_OVER_RECORDS}\n" in PAGE
-    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": rules.Quorum(2, 0.5).pack()})
+    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": list(rules.Quorum(2, 0.5).stated)})
     assert rules.stated_quorum([member]) == rules.Quorum(2, 0.5)
     assert not rules.counts_for_quorum(replace(member, user={"holds": False}))
 

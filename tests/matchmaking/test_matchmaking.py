@@ -285,7 +285,11 @@ def test_an_auxiliary_that_leads_keeps_to_the_quorum_of_its_followers(training: 
             averaging = [asyncio.create_task(auxiliary.average(search_timeout=80.0))]
             await asyncio.sleep(1.0)
             for peer in trains[:training]:
-                options: RoundOptions = {"quorum": quorum, "gather": {"quorum": quorum.pack()}, "search_timeout": 80.0}
+                options: RoundOptions = {
+                    "quorum": quorum,
+                    "gather": {"quorum": list(quorum.stated)},
+                    "search_timeout": 80.0,
+                }
                 options["expected_peers"] = lambda _: ["peer:3"]
                 averaging.append(asyncio.create_task(peer.average(**options)))
             return await asyncio.gather(*averaging)

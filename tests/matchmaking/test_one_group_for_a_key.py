@@ -45,7 +45,7 @@ class Members:
         if fails:
             options["confirm"] = refuse
         if peer.config.mode.name != "AUXILIARY":
-            options |= {"quorum": ONCE, "gather": {"quorum": ONCE.pack()}}
+            options |= {"quorum": ONCE, "gather": {"quorum": list(ONCE.stated)}}
         return peer.average(self._topics[peer], phase="1", **options)
 
 
