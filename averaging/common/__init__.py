@@ -1,25 +1,35 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
-`addresses` (endpoints and the rules for them), `interfaces` (which of them are this machine's), `seed_sources` (what
-`join` may name), `proxies` (whether calls go through one), `options` (how they are declared, checked,
-read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `limits` (delays between
+`addresses` (endpoints, this machine's addresses, the proxy), `seed_sources` (what `join` may name), `options` (how they
+are declared, checked, read and named), `safe_msgpack` (msgpack and text from strangers), `limits` (delays between
 tries, quotas per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
 
 from averaging.common.addresses import (
     CLIENT_PREFIX,
     Address,
+    address_for_others,
     apart,
+    are_same,
+    check_proxy,
+    chosen_proxy,
     client_name,
     covers,
+    every_address,
     format_address,
+    ignored_proxies,
     in_zone,
     is_endpoint,
     is_loopback,
+    is_name_of,
+    is_own,
+    loopback_here,
     member_of,
     objection,
     parse_address,
     parse_ip,
+    proxy_for,
+    shown_proxy,
     zone_of,
 )
 from averaging.common.event_loop_thread import (
@@ -29,14 +39,6 @@ from averaging.common.event_loop_thread import (
     call_in,
     compute_in_one_thread,
     on_loop,
-)
-from averaging.common.interfaces import (
-    address_for_others,
-    are_same,
-    every_address,
-    is_name_of,
-    is_own,
-    loopback_here,
 )
 from averaging.common.limits import Backoff, HostQuota, backoff_delay
 from averaging.common.malloc import keep_freed_memory
@@ -76,21 +78,19 @@ from averaging.common.options import (
     unknown_option,
     whole,
 )
-from averaging.common.proxies import (
-    check_proxy,
-    chosen_proxy,
-    ignored_proxies,
-    proxy_for,
-    shown_proxy,
-)
 from averaging.common.safe_msgpack import (
+    MAX_NAMES,
     all_numbers_finite,
+    counted,
+    duration,
     is_number,
+    listed,
     pack,
     pack_user,
+    plain,
+    size,
     unpack,
 )
-from averaging.common.sanitize import MAX_NAMES, counted, duration, listed, plain, size
 from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, parse_discovery, parse_seed
 from averaging.common.tensor_names import (
     VERSION_KEY,

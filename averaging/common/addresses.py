@@ -1,10 +1,19 @@
-"""Parses addresses, and decides which a peer may dial and which a certificate covers. Pure."""
+"""Addresses: how they are read, which a peer may dial, which are this machine's, and the proxy for outgoing calls.
+
+Variables such as HTTPS_PROXY are set on many machines for web browsing, and their proxies let no calls between peers
+through. So they are not used, and errors and the log say so.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from averaging.errors import ConfigError
 
@@ -197,3 +206,165 @@ def covers(hosts: Iterable[str], host: str) -> bool:
 
 def _normal(name: str) -> str:
     return name.lower().rstrip(".")
+
+
+class _Address(NamedTuple):
+    """An address; `zone` has the flow and the interface of an IPv6 address."""
+
+    family: socket.AddressFamily
+    host: str
+    zone: tuple[int, ...] = ()
+
+
+_NOBODYS = {
+    socket.AF_INET: _Address(socket.AF_INET, "240.0.0.1"),
+    socket.AF_INET6: _Address(socket.AF_INET6, "100::1"),
+}
+"""Addresses that no machine has (reserved, and for discarding). If a socket can be bound to them, it can be to any."""
+
+
+def is_own(host: str) -> bool:
+    """Whether `host`, a name or an address without brackets, is an address of one of this machine's interfaces."""
+    return any(_can_bind(address) and not _can_bind(_NOBODYS[address.family]) for address in _resolved(host))
+
+
+def is_name_of(host: str, hostname: str, fqdn: str) -> bool:
+    """Whether `host` names the machine with these names, also if no DNS has it yet. Pure.
+
+    A pod's own names are `pod` and, from /etc/hosts, `pod.subdomain.namespace.svc.cluster.local`; it is called
+    `pod.subdomain` and longer beginnings of that. `pod` alone does not count for `pod.other`.
+    """
+    name, own, full = (text.lower().rstrip(".") for text in (host, hostname, fqdn))
+    return bool(name) and (name == own or f"{full}.".startswith(f"{name}."))
+
+
+def every_address(host: str) -> str:
+    """The address to listen on for calls to `host`; in a pod whose name is not known yet, for calls to its own name."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        host = socket.gethostname()
+    return "0.0.0.0" if _has_ipv4(host) else "[::]"  # noqa: S104 - with TLS, or where the user says so
+
+
+def are_same(host: str, other: str) -> bool:
+    """Whether two names or addresses without brackets are the same machine's."""
+    return host == other or not _resolved(host).isdisjoint(_resolved(other))
+
+
+def _has_ipv4(host: str) -> bool:
+    return any(address.family is socket.AF_INET for address in _resolved(host))
+
+
+def loopback_here(address: str) -> str:
+    """Returns `address`, HOST:PORT, with ::1 instead of 127.0.0.1 if this machine has no IPv4.
+
+    So the defaults of options that listen on loopback work on such machines too.
+    """
+    host, port = parse_address(address)
+    if host != "127.0.0.1" or _can_bind(_Address(socket.AF_INET, host)):
+        return address
+    return f"[::1]:{port}" if _can_bind(_Address(socket.AF_INET6, "::1")) else address
+
+
+def address_for_others(register: str) -> str | None:
+    """At which address other nodes can call this machine; None for its name.
+
+    It is the name if the register is given by name too, and if the name is not that of a loopback address, as 127.0.1.1
+    on Debian. Otherwise it is the address from which this machine calls the register.
+    """
+    if is_loopback(register):
+        # All nodes are on this machine, and may not resolve its name.
+        return parse_address(loopback_here("127.0.0.1:0"))[0].strip("[]")
+    by_name = not _is_address(register)
+    if by_name and any(not is_loopback(address.host) for address in _resolved(socket.getfqdn())):
+        return None
+    for address in _resolved(register):
+        with suppress(OSError), socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, 9, *address.zone))  # sends nothing
+            own: str = probe.getsockname()[0]
+            if not is_loopback(own):
+                return own
+    return None
+
+
+def _resolved(host: str) -> frozenset[_Address]:
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(
+        _Address(family, str(where[0]), tuple(map(int, where[2:])))
+        for family, _, _, _, where in addresses
+        if family in _NOBODYS
+    )
+
+
+def _can_bind(address: _Address) -> bool:
+    try:
+        with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+            probe.bind((address.host, 0, *address.zone))
+    except OSError:
+        return False
+    return True
+
+
+def _is_address(host: str) -> bool:
+    with suppress(OSError):
+        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
+    return False
+
+
+PROXY_VARIABLE = "AVERAGING_PROXY"
+
+IGNORED = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+"""Variables of other programs, in lower or upper case."""
+
+
+def check_proxy(url: str) -> str:
+    """Returns `url`, or raises a ConfigError without the password in it."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and not parts.path.strip("/")
+    except ValueError:
+        valid = False
+    if not valid or not url.isprintable() or len(url) > 1024:
+        scheme, separator, _ = url.rpartition("@")[0].partition("://")
+        shown = f"{scheme}{separator}{url.rpartition('@')[2]}"[:100] if separator else url.rpartition("@")[2][:100]
+        raise ConfigError(
+            f"{shown!r} is not an HTTP proxy; give http://HOST:PORT or http://USER:PASSWORD@HOST:PORT of one that "
+            "allows CONNECT"
+        )
+    return url
+
+
+def chosen_proxy(proxy: str | None = None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the URL of the proxy that the user has asked for, by the option or else by `AVERAGING_PROXY`, if any."""
+    if proxy is not None or not environ.get(PROXY_VARIABLE):
+        return proxy
+    try:
+        return check_proxy(environ[PROXY_VARIABLE])
+    except ConfigError as error:
+        raise ConfigError(f"{PROXY_VARIABLE}: {error}") from None
+
+
+def proxy_for(host: str, proxy: str | None) -> str | None:
+    """Returns `proxy`, or None for the hosts that are always called directly: loopback, and those in NO_PROXY."""
+    if proxy is None or is_loopback(host):
+        return None
+    from urllib.request import proxy_bypass  # it takes 20 ms to import, and few need it
+
+    return None if proxy_bypass(host.strip("[]")) else proxy
+
+
+def shown_proxy(proxy: str) -> str:
+    return proxy.rpartition("@")[2].removeprefix("http://").rstrip("/")
+
+
+def ignored_proxies(environ: Mapping[str, str] = os.environ) -> str:
+    """A sentence about the proxy variables that are set and not used; empty if there are none, or one was asked for."""
+    names = sorted(name for name, value in environ.items() if value and name.lower() in IGNORED)
+    if not names or environ.get(PROXY_VARIABLE):
+        return ""
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names)} {verb} set and not used; {PROXY_VARIABLE}=http://HOST:PORT would call through a proxy"

@@ -6,8 +6,8 @@ torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=10 --rdzv-backend=averag
 ```
 
 docs/how-to/sites.md explains its use. Read in this order: `register` (what a register is, in memory and over gRPC),
-`etcd_register`, `session` (the register of one node, which may host it), `replicated_value` (a state in a register),
-`rendezvous_state` (the state that torch needs, encoded), `options`, `backend`, `handler` (what torch calls).
+`session` (the register of one node, which may host it, or in etcd), `rendezvous_state` (the state that torch needs,
+in a register), `options`, `backend`, `handler` (what torch calls).
 """
 
 from averaging.elastic.register import REGISTER_METRICS, RegisterService

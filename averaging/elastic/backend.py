@@ -14,8 +14,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from averaging.elastic.options import RDZV_ENDPOINT
-from averaging.elastic.rendezvous_state import decode_state, encode_state
-from averaging.elastic.replicated_value import Fenced, ReplicatedValue
+from averaging.elastic.rendezvous_state import Fenced, ReplicatedValue, decode_state, encode_state
 from averaging.errors import (
     AveragingError,
     CallRefusedError,

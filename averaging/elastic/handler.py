@@ -33,8 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from averaging.common import address_for_others, are_same, is_name_of, is_own, pack, parse_address
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.options import PET_MASTER, RendezvousOptions, read_options
-from averaging.elastic.rendezvous_state import decode_place
-from averaging.elastic.replicated_value import ReplicatedValue
+from averaging.elastic.rendezvous_state import ReplicatedValue, decode_place
 from averaging.elastic.session import RegisterSession
 from averaging.errors import ConfigError
 from averaging.rpc import EventLoopThread, read_credentials

@@ -1,7 +1,7 @@
 """A small server of a language model with OpenAI's API, which follows a run. docs/how-to/follow.md is the guide.
 
-Read in this order: `messages` (the JSON), `text` (tokens as text, stop strings), `generation` (the model of
-transformers), `engine` (the thread that generates and takes new weights), `run_weights` (from where they come),
+Read in this order: `messages` (the JSON, stop strings), `generation` (the model of
+transformers), `engine` (the thread that generates and takes new weights),
 `server` (the routes). Only `generation` imports transformers.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from averaging.engine.engine import TextModel
+from averaging.engine.engine import TextModel, Unfollowed, VersionLoaded
 from averaging.engine.messages import GenerationJob, TextPiece
-from averaging.engine.run_weights import Unfollowed, VersionLoaded
 from averaging.engine.server import EngineServer
 
 __all__ = ["EngineServer", "GenerationJob", "TextModel", "TextPiece", "Unfollowed", "VersionLoaded", "load_model"]

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as progress
 
 from averaging.common import listed, plain_state
-from averaging.engine.messages import GenerationJob, TextPiece
-from averaging.engine.text import TokenText
+from averaging.engine.messages import GenerationJob, TextPiece, TokenText
 from averaging.errors import ConfigError, EngineError, StateError, TensorError
 
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON cannot express

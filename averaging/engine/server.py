@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from averaging.common import HostQuota, loopback_here, spelled
-from averaging.engine.engine import Engine, TextModel
+from averaging.engine.engine import Engine, RunWeights, TextModel, Unfollowed, VersionLoaded
 from averaging.engine.messages import (
     AnswerWriter,
     ChatRequest,
@@ -29,7 +29,6 @@ from averaging.engine.messages import (
     parse_request,
     version_name,
 )
-from averaging.engine.run_weights import RunWeights, Unfollowed, VersionLoaded
 from averaging.errors import ConfigError, EngineError
 from averaging.http_server import HttpServer, http_access, listening, network_of
 from averaging.weights import FollowerOptions

@@ -9,5 +9,5 @@
 
 `averaging.integrations.vllm` is loaded by vLLM, which is installed by itself.
 
-What all trainers do with an averager is in `trainer_hooks`, what is logged of a round in `loggers`.
+What all trainers do with an averager, and what is logged of a round, is in `loggers`.
 """

@@ -10,7 +10,7 @@ import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError, TensorError
-from averaging.integrations.trainer_hooks import weighs_steps
+from averaging.integrations.loggers import weighs_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
-from averaging.integrations.loggers import missing
-from averaging.integrations.trainer_hooks import TrainerHooks, weighs_steps
+from averaging.integrations.loggers import TrainerHooks, missing, weighs_steps
 
 try:
     from lightning.pytorch import Callback

@@ -27,7 +27,6 @@ from peft import PeftModel
 
 from averaging.common import pack
 from averaging.errors import ConfigError, RoundError
-from averaging.integrations.lora_base import REMEDY, check_base, describe_base
 from averaging.integrations.lora_export import MergedView, merge, save_adapter, warn_before_saving
 from averaging.integrations.lora_factors import (
     FactorSlots,
@@ -38,9 +37,12 @@ from averaging.integrations.lora_factors import (
     unpacked,
 )
 from averaging.integrations.lora_layers import (
+    REMEDY,
     AdaptedLayer,
     Correction,
     adapted_layers,
+    check_base,
+    describe_base,
     pad_ranks,
 )
 from averaging.peer import Adopt, RoundOptions, Topic

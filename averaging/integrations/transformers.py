@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
-from averaging.integrations.loggers import missing
-from averaging.integrations.trainer_hooks import TrainerHooks, weighs_steps
+from averaging.integrations.loggers import TrainerHooks, missing, weighs_steps
 
 try:
     from transformers import TrainerCallback

@@ -1,13 +1,12 @@
 """How peers that want to average at about the same time become a group under a leader.
 
 Read `rules` first: it holds the decisions as pure functions. Then read `matchmaking`, which serves one peer and leads,
-and `follower_side`, which asks other peers to lead. `search_state` is one search, `arrivals` and `conduct` what is
-remembered of other peers.
+and `follower_side`, which asks other peers to lead. `search_state` is one search, `memory` what is remembered of other
+peers.
 """
 
-from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.matchmaking import Matchmaking
+from averaging.matchmaking.memory import Arrivals, Conduct
 from averaging.matchmaking.rules import LEAST_SEARCH, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchConfig
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
-from averaging.matchmaking.conduct import Conduct, LeaderStanding
-from averaging.matchmaking.last_group import LastGroup
+from averaging.matchmaking.memory import Conduct, LastGroup
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchConfig, SearchState
 from averaging.protocol import JoinRequest, MessageCode, MessageFromLeader, Mode
@@ -95,7 +94,7 @@ class FollowerSide:
 
     def trusts(self, leader: str) -> bool:
         """Whether the leader of the last group may be asked without a search."""
-        good = self._conduct.standing(leader, asyncio.get_running_loop().time()) is LeaderStanding.GOOD
+        good = self._conduct.standing(leader, asyncio.get_running_loop().time()) is rules.LeaderStanding.GOOD
         return good and self._discovery.knows(leader) and rules.can_lead(leader)
 
     def ask_last_leader(

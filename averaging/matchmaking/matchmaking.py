@@ -11,10 +11,8 @@ from contextlib import suppress
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
-from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.follower_side import FollowerSide, SchemaDifferences
-from averaging.matchmaking.last_group import LEAD_SECONDS, QUIET_SECONDS, LastGroup
+from averaging.matchmaking.memory import LEAD_SECONDS, QUIET_SECONDS, Arrivals, Conduct, LastGroup
 from averaging.matchmaking.rules import Declaration, LeaderCandidate, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchConfig, SearchDeadline, SearchState
 from averaging.protocol import (

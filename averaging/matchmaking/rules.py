@@ -10,11 +10,11 @@ import math
 import random
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack, unpack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.matchmaking.conduct import LeaderStanding
 from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
@@ -56,6 +56,17 @@ MAX_UNANSWERED = 3
 _MIN_RETRY_PAUSE, _MAX_RETRY_PAUSE = 0.1, 2.0  # seconds until a peer that refused is asked again
 
 _FINAL_REFUSALS = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})
+
+
+class LeaderStanding(IntEnum):
+    """Why a peer should rather not be asked to lead. Peers of a lower standing are asked first."""
+
+    GOOD = 0
+    """Nothing is known against it."""
+    SILENT = 1
+    """It did not answer the last request in time."""
+    DESERTER = 2
+    """It accepted this peer as its follower, and then neither began nor disbanded the group in time."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,7 +13,7 @@ from averaging.common import counted, listed
 from averaging.discovery import Diagnosis, Entry, KnownPeer, clock_difference
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
-from averaging.matchmaking.arrivals import Arrivals
+from averaging.matchmaking.memory import Arrivals
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, Declaration, JoinRefusal, LeaderCandidate, unpack_looking
 from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode, unpack_gather
 

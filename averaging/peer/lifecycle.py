@@ -19,10 +19,9 @@ from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, S
 from averaging.discovery.etcd import EtcdDiscovery
 from averaging.discovery.gossip import GossipDiscovery, GossipSettings, Waiting
 from averaging.errors import ConfigError
-from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
-from averaging.peer.service import PeerService
+from averaging.peer.service import PeerMetrics, PeerService
 from averaging.probe import ProbeService
 from averaging.protocol import Mode, data_key, donors_key, progress_key
 from averaging.receipts import ReceiptBook, ReceiptLog, TrainingProgress

@@ -23,9 +23,10 @@ from averaging.common import (
 )
 from averaging.errors import AveragingError, DiscoveryError
 from averaging.security import Credentials
-from averaging.seeds.etcd import RENEW_SECONDS, EtcdSeeds
 from averaging.seeds.sources import (
     MAX_SEEDS,
+    RENEW_SECONDS,
+    EtcdSeeds,
     SeedsNotFoundError,
     own_node,
     read_seed_file,

@@ -20,15 +20,16 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import (
+from averaging.strategies.schedule import (
     Attendance,
     Cadence,
     RoundEvent,
+    Schedule,
     Standstill,
     Timeliness,
     quorum_options,
+    spelled_seconds,
 )
-from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
     History,

@@ -22,8 +22,15 @@ from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.strategies.quorum import Attendance, RoundEvent, Standstill, Timeliness
-from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
+from averaging.strategies.schedule import (
+    Attendance,
+    RoundEvent,
+    Schedule,
+    Standstill,
+    Timeliness,
+    check_whole_number,
+    make_schedule,
+)
 from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
     BackgroundDownload,

@@ -14,8 +14,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy, StrategyOptions
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import Standstill
-from averaging.strategies.schedule import Schedule, make_schedule
+from averaging.strategies.schedule import Schedule, Standstill, make_schedule
 from averaging.tensors import HostCopies, is_on_device, sent, sharing_memory
 from averaging.training import (
     Others,

@@ -1,27 +1,33 @@
 """What runs in the training thread: the inner optimizer, the state besides the tensors, the link to the peer.
 
 Read in this order: `context` (what a strategy works with), `named_tensors`, `training_state` and `optimizer_state`
-(what travels), `history` (how far a run is) and `standing` (whose history counts), `control_group` and `site` (several
+(what travels), `history` (how far a run is, and whose history counts), `site` (several
 ranks that are one peer), `announcements` and `takeover` (what comes from other peers).
 `parameter_copies` is about optimizers that hold further weights, `fingerprints` about drift.
 """
 
 from averaging.training.announcements import DataRecords
 from averaging.training.context import StrategyContext
-from averaging.training.control_group import ControlGroup, ranks_of
 from averaging.training.history import (
     TRAIL,
     History,
+    HistoryStanding,
     Origin,
+    Others,
+    Own,
     Progress,
     Rank,
     Stage,
     any_advanced,
     coming_at,
+    compare_progress,
     compare_terms,
     done_training,
     find_behind,
     find_late,
+    find_together,
+    look_for_greater_origin,
+    rank_donors,
     read_progress,
     same_origin,
     still_training,
@@ -41,6 +47,7 @@ from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.parameter_copies import NamedMasters, needs_closure
 from averaging.training.site import (
     NO_GROUP,
+    ControlGroup,
     LeaderStatus,
     LeaderStatusRelay,
     ProcessGroupSite,
@@ -48,16 +55,8 @@ from averaging.training.site import (
     check_alike,
     described,
     of_rank,
+    ranks_of,
     site_of,
-)
-from averaging.training.standing import (
-    HistoryStanding,
-    Others,
-    Own,
-    compare_progress,
-    find_together,
-    look_for_greater_origin,
-    rank_donors,
 )
 from averaging.training.takeover import BackgroundDownload, PendingRound
 from averaging.training.training_state import (

@@ -20,7 +20,7 @@ from averaging.receipts import DriftCheck, Outcome, Receipt
 from averaging.training.announcements import Announcements
 from averaging.training.counts import Pace, RoundWeight
 from averaging.training.fingerprints import DriftMonitor, fingerprint_of, tolerance_of
-from averaging.training.history import still_training
+from averaging.training.history import HistoryStanding, still_training
 from averaging.training.layout import as_divided, clip, local
 from averaging.training.named_tensors import (
     Counters,
@@ -33,7 +33,6 @@ from averaging.training.named_tensors import (
 from averaging.training.optimizer_state import GroupProgress
 from averaging.training.parameter_copies import ITERATE, NamedMasters, ParameterCopies, WeightModes
 from averaging.training.site import Site
-from averaging.training.standing import HistoryStanding
 from averaging.training.takeover import (
     BackgroundDownload,
     PendingRound,

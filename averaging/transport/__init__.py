@@ -1,18 +1,22 @@
 """Calls between peers.
 
 Read in this order: `base` (the contract), `rpc_methods` (what describes a gRPC method), `streams` (what both lanes of a
-stream share), `grpc/` (the implementation), `direct/` (the same with a second lane for parts). `key_value` is the
-contract of a store such as etcd. `averaging.testing` has a network in memory.
+stream share), `grpc/` (the implementation), `direct/` (the same with a second lane for parts). `averaging.testing`
+has a network in memory.
 """
 
-from averaging.transport.base import AveragingService, GossipService, Lane, Transport, is_alive
-from averaging.transport.key_value import (
+from averaging.transport.base import (
+    AveragingService,
     CompactedError,
+    GossipService,
     KeyValueStore,
+    Lane,
     LeaseEndedError,
     StoredChanges,
     StoredValue,
     StoredValues,
+    Transport,
+    is_alive,
 )
 from averaging.transport.rpc_methods import (
     CALLER,

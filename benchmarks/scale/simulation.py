@@ -23,7 +23,7 @@ import torch
 from averaging import Peer, Receipt
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
-from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.discovery.gossip.record import UnsignedIdentity
 from averaging.peer import PeerContext
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time

@@ -16,7 +16,7 @@ import torch
 from averaging import Receipt
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.receipts.receipt import DropCode, Outcome
-from averaging.timing.learned_deadlines import MIN_WAITS
+from averaging.timing.deadlines import MIN_WAITS
 from tests.allreduce.faults import DISCOVERY_DOWN, LOWER, STOPPED, TIMEOUT, UPPER, World
 from tests.support import leaks
 from tests.support import simulated_processes as processes

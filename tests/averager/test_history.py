@@ -17,21 +17,19 @@ from averaging.protocol.contribution import MAX_SAMPLES, Contribution
 from averaging.strategies.catch_up import check_history
 from averaging.training.history import (
     History,
+    HistoryStanding,
     Origin,
+    Others,
+    Own,
     Progress,
     Rank,
     Stage,
-    done_training,
-    same_origin,
-    still_training,
-)
-from averaging.training.standing import (
-    HistoryStanding,
-    Others,
-    Own,
     compare_progress,
+    done_training,
     look_for_greater_origin,
     rank_donors,
+    same_origin,
+    still_training,
     takes_over,
 )
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from averaging.timing.fair_timeout import expire
+from averaging.timing.deadlines import expire
 
 
 @pytest.mark.asyncio

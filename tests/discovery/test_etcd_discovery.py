@@ -16,8 +16,7 @@ from averaging import Peer
 from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
 from averaging.discovery.etcd.layout import RecordLayout
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits, UnsignedIdentity
 from averaging.errors import JoinError
 from averaging.peer import PeerContext
 from averaging.protocol.messages import Record

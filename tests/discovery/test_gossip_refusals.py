@@ -11,8 +11,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits, UnsignedIdentity
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time

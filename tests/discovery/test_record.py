@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import (
     MAX_VERSION,
+    Author,
+    Ed25519Identity,
     Reason,
     RecordLimits,
+    UnsignedIdentity,
     record_id,
     refusal_reason,
     signed_bytes,

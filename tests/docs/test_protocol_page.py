@@ -19,9 +19,8 @@ from msgspec import msgpack
 import averaging
 from averaging.allreduce.partition import partition, shares
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.identity import Ed25519Identity
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import RecordLimits, entry_hash, record_id
+from averaging.discovery.gossip.record import Ed25519Identity, RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.matchmaking import rules
 from averaging.peer import rounds, run_progress
@@ -38,7 +37,7 @@ from averaging.protocol.group import (
     parse_aggregation,
 )
 from averaging.protocol.messages import CompressionType, Record, TopK
-from averaging.state import donors
+from averaging.state import downloads as donors
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec

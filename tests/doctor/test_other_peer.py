@@ -25,7 +25,7 @@ from averaging.probe import ECHO, SOFTWARE, greeting_of
 from averaging.receipts import TrainingProgress
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.security.ca import issue, make_authority
-from averaging.seeds.etcd import EtcdSeeds
+from averaging.seeds.sources import EtcdSeeds
 from averaging.tensors import Schema, describe
 from tests.doctor.doctors import about, examined, wrong
 from tests.support.certificates import NOW, authority, stored, write

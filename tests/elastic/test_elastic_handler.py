@@ -27,7 +27,7 @@ from averaging.elastic import backend, handler
 from averaging.elastic import register as limits
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister, RegisterService
-from averaging.elastic.replicated_value import Seal
+from averaging.elastic.rendezvous_state import Seal
 from averaging.elastic.session import RegisterSession
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import EventLoopThread, RpcServer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
-from averaging.elastic.replicated_value import (
+from averaging.elastic.rendezvous_state import (
     FORGOTTEN,
     Fenced,
     ReplicatedValue,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.engine.text import TokenText
+from averaging.engine.messages import TokenText
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -12,9 +12,9 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from averaging import AveragingError, TLSFiles
-from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.handler import create_handler
 from averaging.elastic.register import Register, SwapResult
+from averaging.elastic.session import EtcdRegister
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, read_credentials
 from tests.elastic.jobs import Job

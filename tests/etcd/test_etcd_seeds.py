@@ -13,7 +13,7 @@ from averaging import Peer
 from averaging.common.seed_sources import parse_seed
 from averaging.errors import AveragingError
 from averaging.seeds import FoundSeeds, look_up
-from averaging.seeds.etcd import LEASE_SECONDS, EtcdSeeds
+from averaging.seeds.sources import LEASE_SECONDS, EtcdSeeds
 from averaging.transport.grpc import RpcChannel
 from averaging.transport.grpc.etcd import EtcdCluster
 from tests.etcd.conftest import Etcd

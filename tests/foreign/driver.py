@@ -27,7 +27,7 @@ from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.peer import PeerContext
 from averaging.state.snapshots import ExtraState
-from averaging.timing import learned_deadlines
+from averaging.timing import deadlines as learned_deadlines
 from averaging.transport.base import Transport
 from tests.foreign import split
 

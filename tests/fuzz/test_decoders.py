@@ -24,7 +24,7 @@ from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.receipts import receipt_log
 from averaging.state.assembler import StateAssembler
-from averaging.state.donors import unpack_priority
+from averaging.state.downloads import unpack_priority
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.compression import decode
 from averaging.tensors.schema import describe

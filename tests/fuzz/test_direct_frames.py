@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from averaging.protocol.messages import AveragingData
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import DirectTransport
-from averaging.transport.direct.frames import MAGIC, TAG_BYTES, FrameKind, pack_header
+from averaging.transport.direct.frames import (
+    MAGIC,
+    TAG_BYTES,
+    Cipher,
+    FrameKind,
+    derive_keys,
+    pack_header,
+    shared_secret,
+)
 from averaging.transport.direct.opening import OPEN, Request
-from averaging.transport.direct.sealing import Cipher, derive_keys, shared_secret
 from averaging.transport.direct.streams import encode_head
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import FakePeer, number_of, part

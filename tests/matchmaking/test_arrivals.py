@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.matchmaking.arrivals import (
+from averaging.matchmaking.memory import (
     GROUP_START_SECONDS,
     MIN_LATE_FRACTION,
     MIN_LATE_SECONDS,

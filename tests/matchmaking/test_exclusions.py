@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from averaging.matchmaking.conduct import (
+from averaging.matchmaking.memory import (
     DESERTION_SECONDS,
     EXCLUSION_SECONDS,
     MAX_EXCLUSION_SECONDS,
     MAX_REMEMBERED,
     Conduct,
-    LeaderStanding,
 )
+from averaging.matchmaking.rules import LeaderStanding
 
 PEER, OTHER = "192.0.2.1:1", "192.0.2.2:1"
 

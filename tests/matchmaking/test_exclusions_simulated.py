@@ -13,7 +13,7 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.config import NonFinite
-from averaging.matchmaking.conduct import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
+from averaging.matchmaking.memory import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.receipts import DropCode
 from averaging.testing import virtual_time

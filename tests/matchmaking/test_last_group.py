@@ -13,7 +13,7 @@ import pytest
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery import Entry
-from averaging.matchmaking.last_group import QUIET_SECONDS, LastGroup
+from averaging.matchmaking.memory import QUIET_SECONDS, LastGroup
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Group, Member
 from averaging.protocol.messages import JoinRequest

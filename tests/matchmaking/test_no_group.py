@@ -13,7 +13,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.discovery.gossip.record import UnsignedIdentity
 from averaging.peer import PeerContext
 from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time

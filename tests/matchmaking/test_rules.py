@@ -14,11 +14,10 @@ from averaging.config import MAX_GROUP_WAIT
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
-from averaging.matchmaking.conduct import LeaderStanding
-from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
+from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate, LeaderStanding
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.timing.learned_deadlines import VERDICT_SECONDS
+from averaging.timing.deadlines import VERDICT_SECONDS
 
 HASH = b"h" * 32
 NOW = 1000.0

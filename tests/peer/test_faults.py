@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from averaging.timing.learned_deadlines import MIN_WAITS
+from averaging.timing.deadlines import MIN_WAITS
 from tests.peer.held import Held, wait_until_given_back
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess, Workers, average

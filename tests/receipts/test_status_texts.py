@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.common.sanitize import duration
+from averaging.common.safe_msgpack import duration
 from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt
 from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
 from tests.receipts.made import A, B, C, D, receipt

@@ -12,7 +12,7 @@ from averaging.errors import RoundError
 from averaging.protocol.group import ReplyForm
 from averaging.receipts.receipt import DropCode
 from averaging.testing import virtual_time
-from averaging.timing.learned_deadlines import Deadlines
+from averaging.timing.deadlines import Deadlines
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 
 PREPARING = STALL_TIMEOUT / 2

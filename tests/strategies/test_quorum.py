@@ -13,7 +13,7 @@ import torch
 from averaging import DiLoCo, LocalSGD, Receipt, Strategy
 from averaging.errors import ConfigError
 from averaging.receipts.receipt import Outcome
-from averaging.strategies.quorum import (
+from averaging.strategies.schedule import (
     FIRST_GRACE,
     LEAST_DISCOUNT,
     LEAST_GRACE,
@@ -26,8 +26,7 @@ from averaging.strategies.quorum import (
     Timeliness,
     quorum_options,
 )
-from averaging.training.history import History, Origin, Progress
-from averaging.training.standing import Own, compare_progress
+from averaging.training.history import History, Origin, Own, Progress, compare_progress
 from tests.support.training import SGD, Start, step
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.identity import Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import Identity, UnsignedIdentity
 from averaging.errors import PeerUnreachableError
 from averaging.protocol.messages import Refusal, Rumour
 from averaging.testing import virtual_time

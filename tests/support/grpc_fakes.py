@@ -33,7 +33,7 @@ from averaging.receipts.status import PeerStatus
 from averaging.receipts.totals import Totals
 from averaging.security.credentials import Credentials
 from averaging.tensors.schema import Schema, TensorSpec
-from averaging.timing.learned_deadlines import Learned, Phase
+from averaging.timing.deadlines import Learned, Phase
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 from tests.support.ports import free_address

@@ -14,12 +14,12 @@ from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.stream_limits import WaitMonitor
 from averaging.matchmaking import search_state
-from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.memory import Conduct
 from averaging.peer.rounds import _Round
 from averaging.receipts import Totals
 from averaging.state.assembler import StateAssembler
 from averaging.testing.transport import MemoryNetwork
-from averaging.timing.learned_deadlines import Deadlines
+from averaging.timing.deadlines import Deadlines
 
 PASSING = (
     AllReduce,

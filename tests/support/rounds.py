@@ -26,7 +26,7 @@ from averaging.receipts.status import PeerStatus
 from averaging.tensors.schema import Schema, describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
-from averaging.timing.learned_deadlines import Deadlines
+from averaging.timing.deadlines import Deadlines
 
 STALL_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.common.event_loop_thread import EventLoopThread
-from averaging.training.standing import Others
+from averaging.training.history import Others
 from averaging.training.takeover import PendingRound
 from averaging.training.training_state import TrainingState
 from tests.support.conservation import TrainingLedger

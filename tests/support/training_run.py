@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.discovery.gossip.record import UnsignedIdentity
 from averaging.errors import JoinError, RoundError, StateError
 from averaging.receipts.receipt import Receipt
 from averaging.receipts.status import Finish

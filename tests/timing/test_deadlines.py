@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.timing.fair_timeout import FairClock, interval_of
-from averaging.timing.learned_deadlines import (
+from averaging.timing.deadlines import (
     LIFETIME,
     MAX_WAITS,
     MIN_WAITS,
     Deadline,
     Deadlines,
+    FairClock,
     Phase,
+    interval_of,
     size_class,
 )
 
@@ -161,7 +162,7 @@ def test_after_misses_the_longest_deadline_is_given_ever_more_rarely(seen: list[
 
 
 def test_the_least_recently_used_peer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.timing.learned_deadlines.MAX_KNOWN", 2)
+    monkeypatch.setattr("averaging.timing.deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
     for number in range(9):
         learned.record_miss(f"new:{number}", Phase.PART, 3, 10.0)

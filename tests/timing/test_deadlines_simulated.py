@@ -16,7 +16,7 @@ from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.receipts.receipt import DropCode
 from averaging.tensors.schema import Schema
 from averaging.testing import virtual_time
-from averaging.timing.learned_deadlines import Deadlines
+from averaging.timing.deadlines import Deadlines
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.support.selection import one_in, rest_is_long
 

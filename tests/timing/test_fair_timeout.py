@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from averaging.testing import virtual_time
-from averaging.timing.fair_timeout import FairTimeout, learned_timeout
-from averaging.timing.learned_deadlines import MIN_WAITS, Deadline, Deadlines, Phase
+from averaging.timing.deadlines import MIN_WAITS, Deadline, Deadlines, FairTimeout, Phase, learned_timeout
 
 LOWER, UPPER = 1.0, 10.0
 

@@ -19,8 +19,8 @@ from averaging import Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
-from averaging.transport.direct import lanes, opening
-from averaging.transport.direct import listener as listener_module
+from averaging.transport.direct import opening
+from averaging.transport.direct import transport as lanes
 from averaging.transport.direct.frames import (
     FROM_CALLER,
     HELLO_BYTES,
@@ -179,8 +179,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(listener_module, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(opening, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(opening, "WRITE_BYTES_PER_SECOND", 1 << 30)
     service = FakePeer(aggregate=floods)
     async with (
         serving(service) as (_, endpoint),
@@ -256,7 +256,7 @@ async def test_a_ticket_admits_once() -> None:
 
 @pytest.mark.asyncio
 async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "VALID_SECONDS", 0.0)
+    monkeypatch.setattr(opening, "VALID_SECONDS", 0.0)
     async with asked() as (host, grant, _):
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
@@ -297,7 +297,7 @@ async def test_a_key_that_everybody_knows_is_refused() -> None:
 
 @pytest.mark.asyncio
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.transport.direct.listener.HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("averaging.transport.direct.opening.HANDSHAKE_SECONDS", 0.2)
     async with asked() as (host, grant, _):
         hello = MAGIC + grant.ticket
         for first in (b"", hello[:20], hello):
@@ -323,7 +323,7 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
 
 @pytest.mark.asyncio
 async def test_connections_of_a_host_are_bounded_and_grpc_carries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.transport.direct.listener.MAX_CONNECTIONS_PER_HOST", 1)
+    monkeypatch.setattr("averaging.transport.direct.opening.MAX_CONNECTIONS_PER_HOST", 1)
     async with serving(FakePeer()) as (_, endpoint), client() as first, client() as second:
         assert await send_parts(first, endpoint) == [0, 1, 2]
         assert await send_parts(second, endpoint) == [0, 1, 2]
@@ -343,7 +343,7 @@ async def test_a_peer_without_the_lane_is_remembered(monkeypatch: pytest.MonkeyP
         async with client() as caller:
             for _ in range(2):
                 assert await send_parts(caller, endpoint) == [0, 1, 2]
-                assert lane_of(caller, endpoint) == ("grpc", lanes.NOT_SERVED)
+                assert lane_of(caller, endpoint) == ("grpc", opening.NOT_SERVED)
             lane = transport_of(caller)._lanes._lanes[endpoint]
             assert lane.retry_at > asyncio.get_running_loop().time() + lanes.MAX_PAUSE_SECONDS
 
@@ -589,6 +589,6 @@ async def test_a_peer_without_the_lane_is_in_one_group_with_others_that_have_it(
                 elif receipt.endpoint == without:
                     assert (account.lane, account.lane_reason) == ("grpc", "")
                 elif account.endpoint == without:
-                    assert (account.lane, account.lane_reason) == ("grpc", lanes.NOT_SERVED)
+                    assert (account.lane, account.lane_reason) == ("grpc", opening.NOT_SERVED)
                 else:
                     assert account.lane == "direct"

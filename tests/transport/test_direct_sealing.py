@@ -10,8 +10,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import ProtocolViolationError
-from averaging.transport.direct.frames import TAG_BYTES, FrameKind, pack_header
-from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
+from averaging.transport.direct.frames import (
+    TAG_BYTES,
+    Cipher,
+    Ciphers,
+    FrameKind,
+    derive_keys,
+    pack_header,
+    shared_secret,
+)
 
 CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 CALLEE = X25519PrivateKey.from_private_bytes(bytes(range(32, 64)))

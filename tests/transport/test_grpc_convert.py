@@ -36,7 +36,7 @@ from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec
-from averaging.timing.learned_deadlines import Phase
+from averaging.timing.deadlines import Phase
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from averaging import Peer
 from averaging.cli import main
-from averaging.common.proxies import proxy_for
+from averaging.common.addresses import proxy_for
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA

@@ -9,7 +9,7 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from averaging.security.credentials import Credentials
-from averaging.transport.grpc import GrpcTransport, authentication, methods, request_intake
+from averaging.transport.grpc import GrpcTransport, authentication, methods, server
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import FakeGossip, FakePeer, serving, until
 
@@ -66,7 +66,7 @@ async def test_an_unknown_method_reads_nothing() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [methods.PUSH.path, methods.SUBSCRIBE.path, HEALTH_CHECK])
 async def test_a_request_that_is_not_complete_in_time_ends(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_intake, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.2)
     async with (
         serving(FakePeer(), FakeGossip()) as (transport, endpoint),
         grpc.aio.insecure_channel(endpoint) as channel,

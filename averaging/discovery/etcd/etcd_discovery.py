@@ -14,10 +14,8 @@ from typing import Self
 from averaging.common import spelled
 from averaging.config import PeerConfig
 from averaging.discovery import Diagnosis, Entry
-from averaging.discovery.etcd.access import EtcdAccess, EtcdSettings
-from averaging.discovery.etcd.followed_key import FollowedKey
-from averaging.discovery.etcd.layout import RecordLayout
-from averaging.discovery.etcd.own_records import OwnRecords
+from averaging.discovery.etcd.layout import EtcdAccess, EtcdSettings, RecordLayout
+from averaging.discovery.etcd.records import FollowedKey, OwnRecords
 from averaging.discovery.gossip import (
     Change,
     ClockOffsets,

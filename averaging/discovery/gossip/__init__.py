@@ -5,7 +5,7 @@ peer also compares its records with those of a random member, which brings whate
 
 Read the modules in this order:
 
-1. `record`, `identity`: what a record is, and how its owner writes and signs it.
+1. `record`: what a record is, and how its owner writes and signs it.
 2. `record_table`: how records merge, which one is read, and the table of one peer.
 3. `access`: all constants; `membership`: which peers are in the run, and the tree over them.
 4. `rumours`: how a new record reaches all peers, down the tree, and clients.
@@ -20,8 +20,7 @@ from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.identity import Author, Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record import Author, Identity, Reason, RecordLimits, UnsignedIdentity
 from averaging.discovery.gossip.record_discovery import RecordDiscovery
 from averaging.discovery.gossip.record_table import Change, RecordStore, RecordTable
 

@@ -16,9 +16,8 @@ from averaging.discovery.gossip.access import GossipAccess, GossipSettings
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance
 from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.identity import Identity
 from averaging.discovery.gossip.membership import RING, Membership, all_others
-from averaging.discovery.gossip.record import Reason
+from averaging.discovery.gossip.record import Identity, Reason
 from averaging.discovery.gossip.record_discovery import RecordDiscovery
 from averaging.discovery.gossip.record_table import Change, Merged
 from averaging.discovery.gossip.rumours import ClientStreams, Rumours

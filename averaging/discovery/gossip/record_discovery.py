@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from averaging.common import CLIENT_PREFIX, is_endpoint
 from averaging.discovery import Entry
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record import Author, Ed25519Identity, Identity, Reason, RecordLimits
 from averaging.discovery.gossip.record_table import Change, RecordStore
 from averaging.errors import ClosedError, ConfigError
 from averaging.protocol import Record

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from averaging.common import is_endpoint
 from averaging.discovery import Entry, KnownPeer, Watchers
-from averaging.discovery.gossip.identity import Author
-from averaging.discovery.gossip.record import Reason, RecordLimits, entry_hash, record_id, refusal_reason
+from averaging.discovery.gossip.record import Author, Reason, RecordLimits, entry_hash, record_id, refusal_reason
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
 

@@ -19,13 +19,14 @@ from averaging.transport.direct.frames import (
     HEADER,
     TAG_BYTES,
     BufferPool,
+    Cipher,
+    Ciphers,
     Frame,
     FrameKind,
     Sizes,
     pack_header,
     read_header,
 )
-from averaging.transport.direct.sealing import Cipher, Ciphers
 from averaging.transport.grpc import KEEPALIVE_SECONDS, SILENCE_SECONDS
 
 FRAMES_AHEAD = 2

@@ -1,8 +1,9 @@
-"""`averaging.direct.v1.Direct/Open`: how a connection is granted, on both sides, and how the caller makes it."""
+"""`averaging.direct.v1.Direct/Open`: how a connection is granted, made and accepted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,30 +13,42 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError, RefusalCause
-from averaging.transport import RpcHandler, RpcMethod
+from averaging.common import HostQuota, parse_address
+from averaging.errors import (
+    AveragingError,
+    BusyError,
+    CallRefusedError,
+    ListenError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    RefusalCause,
+)
+from averaging.transport import AveragingService, RpcHandler, RpcMethod
 from averaging.transport.direct.frames import (
     FROM_CALLEE,
+    FROM_CALLER,
+    HELLO_BYTES,
+    KEY_BYTES,
     MAGIC,
     TICKET_BYTES,
     VERSION,
-    BufferPool,
-    FrameKind,
-)
-from averaging.transport.direct.lanes import NOT_SERVED
-from averaging.transport.direct.link import Link
-from averaging.transport.direct.listener import Listener
-from averaging.transport.direct.sealing import (
-    KEY_BYTES,
     Admission,
+    BufferPool,
     Cipher,
     Ciphers,
+    FrameKind,
     derive_keys,
+    read_hello,
     shared_secret,
 )
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.streams import HeaderCache, Stream, serve_stream
 from averaging.transport.grpc import (
     CONNECT_SECONDS,
+    HANDSHAKE_SECONDS,
     SMALL_BYTES,
+    WRITE_BYTES_PER_SECOND,
+    WRITE_SECONDS,
     Dialling,
     MessageCopier,
     claim_checker,
@@ -197,3 +210,177 @@ def _public_bytes(key: X25519PrivateKey) -> bytes:
     if len(raw) != KEY_BYTES:
         raise ValueError("not a key of X25519")
     return raw
+
+
+NOT_SERVED = "it has no direct lane"
+
+logger = logging.getLogger("averaging.transport")
+
+MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST = 1024, 256
+
+VALID_SECONDS = 30.0
+"""For which a ticket is valid. Callers connect at once."""
+
+MAX_TICKETS = 4096
+"""Tickets that are valid and not used."""
+
+BACKLOG = 128
+
+RETRY_SECONDS = 1.0
+"""Pause before connections are accepted again, if this process has no free descriptor."""
+
+
+class Listener:
+    """Listens when it is created, and serves connections with a ticket that was granted after `start`."""
+
+    def __init__(self, address: str, *, max_body: int, buffers: BufferPool) -> None:
+        self._max_body, self._buffers = max_body, buffers
+        self._loop = asyncio.get_running_loop()
+        self._sockets = _listening(address)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._tickets: dict[bytes, Admission] = {}  # granted in the last `VALID_SECONDS`, and not used
+        self._service: AveragingService | None = None
+        self._open = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
+        self._heads = HeaderCache()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
+
+    def start(self, service: AveragingService) -> None:
+        self._service = service
+        for listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def grant(self, ticket: bytes, admission: Admission) -> None:
+        """Admits one connection with this ticket; raises a BusyError if too many are expected."""
+        if len(self._tickets) >= MAX_TICKETS:
+            raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
+        self._tickets[ticket] = admission
+        self._loop.call_later(VALID_SECONDS, self._tickets.pop, ticket, None)
+
+    async def stop(self, grace: float) -> None:
+        """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
+        for listening in self._sockets:
+            self._loop.remove_reader(listening)
+            listening.close()
+        self._sockets.clear()
+        for idle in self._connections - self._busy:
+            idle.cancel()
+        try:
+            if self._busy and grace:
+                await asyncio.wait(self._busy, timeout=grace)
+        finally:
+            for connection in self._connections:
+                connection.cancel()
+            if self._connections:
+                await asyncio.wait(self._connections)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connection, remote = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("cannot accept a direct connection: %s", error.strerror)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(RETRY_SECONDS, self._accept_again, listening)
+            return
+        host = normalized(str(remote[0]))
+        if not self._open.take(host):
+            connection.close()
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection, f"{host}:{remote[1]}"))
+        self._connections.add(task)
+        task.add_done_callback(lambda _: self._open.leave(host))
+        task.add_done_callback(self._connections.discard)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def _serve(self, connection: socket.socket, name: str) -> None:
+        link: Link | None = None
+        try:
+            try:
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    admission = self._tickets.pop(await self._read_hello(connection), None)
+                    if admission is None:
+                        return
+                    link = Link(
+                        connection,
+                        name,
+                        accepted=FROM_CALLER,
+                        max_body=self._max_body,
+                        buffers=self._buffers,
+                        ciphers=admission.ciphers,
+                    )
+                    if (await link.read()).kind is not FrameKind.READY:
+                        raise ProtocolViolationError(f"{name} did not begin as a caller does")
+                    await link.send(FrameKind.WELCOME)
+            except (TimeoutError, OSError, AveragingError) as error:
+                logger.debug("a direct connection from %s was not admitted: %s", name, error)
+                return
+            await self._serve_streams(link, admission)
+        finally:
+            if link is not None:
+                link.close()
+            connection.close()
+
+    async def _serve_streams(self, link: Link, admission: Admission) -> None:
+        task, service = asyncio.current_task(), self._service
+        if task is None or service is None:
+            return
+        link.on_lost = task.cancel
+        link.write_seconds = write_seconds
+        while self._sockets:
+            stream = Stream(link, admission, self._heads)
+            if not await stream.begin():
+                return
+            self._busy.add(task)
+            try:
+                await serve_stream(link, stream, service)
+            finally:
+                self._busy.discard(task)
+            if not stream.ended:
+                return
+
+    async def _read_hello(self, connection: socket.socket) -> bytes:
+        raw = bytearray()
+        while len(raw) < HELLO_BYTES and raw.startswith(MAGIC[: len(raw)]):
+            received = await self._loop.sock_recv(connection, HELLO_BYTES - len(raw))
+            if not received:
+                break
+            raw += received
+        return read_hello(raw)
+
+
+def write_seconds(nbytes: int) -> float:
+    return WRITE_SECONDS + nbytes / WRITE_BYTES_PER_SECOND
+
+
+def normalized(address: str) -> str:
+    """Returns an address without its zone; IPv4 in its own form, also if it is mapped to IPv6."""
+    address = address.partition("%")[0]
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _listening(address: str) -> list[socket.socket]:
+    """Listens at one port of every address of a host. Nothing is accepted yet."""
+    host, port = parse_address(address)
+    bound: list[socket.socket] = []
+    failure: OSError | None = None
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {address} (direct_listen): {error}") from None
+    for family, *_, where in addresses:
+        chosen = bound[0].getsockname()[1] if bound else port
+        try:
+            bound.append(socket.create_server((where[0], chosen, *where[2:]), family=family, backlog=BACKLOG))
+            bound[-1].setblocking(False)
+        except OSError as error:
+            failure = error
+    if not bound:
+        reason = failure.strerror if failure else "no such address"
+        raise ListenError(f"cannot listen on {address} (direct_listen): {reason}; choose another port, or port 0")
+    return bound

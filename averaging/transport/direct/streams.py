@@ -23,9 +23,8 @@ from averaging.errors import (
 )
 from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
 from averaging.transport import AveragingService, linger, parse
-from averaging.transport.direct.frames import MAX_HEAD_BYTES, FrameKind
+from averaging.transport.direct.frames import MAX_HEAD_BYTES, Admission, FrameKind
 from averaging.transport.direct.link import FRAMES_AHEAD, Link
-from averaging.transport.direct.sealing import Admission
 from averaging.transport.grpc import AVERAGING_DATA, IDLE_SECONDS
 from averaging.wire import direct_pb2
 

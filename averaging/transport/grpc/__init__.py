@@ -32,15 +32,16 @@ from averaging.transport.grpc.channel_options import (
     WRITE_SECONDS,
 )
 from averaging.transport.grpc.channels import MAX_MESSAGE_BYTES, RpcChannel
-from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
-from averaging.transport.grpc.dialling import Dialling, check_listen
-from averaging.transport.grpc.etcd import EtcdCluster
-from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
-from averaging.transport.grpc.tensor_stream import (
+from averaging.transport.grpc.conversion import (
+    AVERAGING_DATA,
+    MessageCopier,
     TensorMessage,
     TensorReader,
     tensor_messages,
 )
+from averaging.transport.grpc.dialling import Dialling, check_listen
+from averaging.transport.grpc.etcd import EtcdCluster
+from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
 from averaging.transport.grpc.transport import GrpcTransport
 
 __all__ = [
