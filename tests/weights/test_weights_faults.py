@@ -117,7 +117,7 @@ async def test_the_link_fails_in_the_middle_of_a_difference(fault: Fault) -> Non
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
             await publisher.publish(weights_of(1), 1)
-            follower = await slow(stack, proxy, moment, stall_timeout=0.5)
+            follower = await slow(stack, proxy, moment, stall_timeout=2.0)
             await has(follower, 1)
             whole, sent = follower.bytes_received, publisher.bytes_sent
             moment.armed = True
