@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from averaging import DecentralizedAverager, LocalSGD
+from averaging import LocalSGD
 from averaging.errors import ConfigError
 from tests.support.alone import Make, backward, linear, train
 
@@ -62,41 +61,6 @@ def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
     assert opt.local_step == 1
 
 
-class Probing(torch.optim.SGD):
-    """Evaluates the closure before its step and again at a nearby point, like sharpness-aware optimizers."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        parameter = self.param_groups[0]["params"][0]
-        with torch.no_grad():
-            parameter.add_(1.0)
-            closure()
-            parameter.sub_(1.0)
-        super().step()
-        return loss
-
-
-def test_the_tensors_are_free_while_a_closure_is_evaluated_until_the_optimizer_has_changed_them(make: Make) -> None:
-    model = linear()
-    opt = make(Probing(model.parameters(), lr=0.1))
-    lock = opt._training.peer._tensors._lock
-    free = []
-
-    def probe() -> bool:
-        if taken := lock.acquire(blocking=False):
-            lock.release()
-        return taken
-
-    def closure() -> float:
-        with ThreadPoolExecutor() as other_thread:
-            free.append(other_thread.submit(probe).result())
-        with torch.enable_grad():
-            return backward(model).item()
-
-    opt.step(closure)
-    assert free == [True, False]
-
-
 def test_what_a_closure_raises_is_raised_and_the_step_not_counted(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.SGD(model.parameters()))
@@ -135,27 +99,6 @@ def test_schedulers_drive_it_as_they_drive_the_inner_optimizer(
             rates[-1].append(optimizer.param_groups[0]["lr"])
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
-
-
-def test_a_chained_scheduler_is_driven_too_and_goes_on_from_a_checkpoint(make: Make) -> None:
-    def chained(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ChainedScheduler:
-        warm = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=2)
-        return torch.optim.lr_scheduler.ChainedScheduler(
-            [warm, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], optimizer
-        )
-
-    plain = torch.optim.SGD(linear().parameters(), lr=1.0)
-    expected = chained(plain)
-    model = linear()
-    opt = make(torch.optim.SGD(model.parameters(), lr=1.0), scheduler=chained)
-    for _ in range(4):
-        train(model, opt, 1)
-        plain.step()
-        expected.step()
-        assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
-    again = make(torch.optim.SGD(linear().parameters(), lr=1.0), scheduler=chained)
-    again.load_state_dict(opt.state_dict())
-    assert again.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
 def test_a_grad_scaler_leaves_out_steps_with_infinite_gradients(make: Make) -> None:
@@ -211,28 +154,6 @@ def test_it_is_neither_copied_nor_pickled(make: Make) -> None:
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match="cannot be copied or pickled; save its state_dict"):
             attempt(opt)
-
-
-class Trainer:
-    """An object that holds an averager, as that of a training script."""
-
-    def __init__(self, opt: DecentralizedAverager) -> None:
-        self.opt = opt
-
-    def collate(self, items: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(items)
-
-
-def test_the_error_of_a_data_loader_names_the_way_out(make: Make) -> None:
-    trainer = Trainer(make(torch.optim.SGD(linear().parameters())))
-    loader: Any = torch.utils.data.DataLoader(
-        [torch.ones(4)] * 4,  # type: ignore[arg-type]
-        num_workers=1,
-        collate_fn=trainer.collate,
-        multiprocessing_context="spawn",
-    )
-    with pytest.raises(ConfigError, match="DataLoader with the start method spawn or forkserver .* collate_fn"):
-        next(iter(loader))
 
 
 def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Make) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import logging
 import os
@@ -11,19 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from averaging.common import event_loop_thread
-from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture
+from averaging.common.event_loop_thread import EventLoopThread
 from averaging.errors import ClosedError
 
 NAME = "the thread under test"
@@ -110,31 +106,6 @@ def test_what_the_coroutine_raises_is_raised_and_harms_nothing() -> None:
     thread.close()
 
 
-def test_what_entering_raises_is_raised_and_no_thread_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    @asynccontextmanager
-    async def locked() -> AsyncGenerator[None, None]:
-        raise OSError("no key")
-        yield
-
-    with pytest.raises(OSError, match="no key"):
-        EventLoopThread(locked(), NAME)
-    assert not living_threads()
-    assert not caplog.records
-
-
-def test_closed_it_refuses_and_says_so() -> None:
-    thread = EventLoopThread(Room().context(), NAME)
-    thread.close()
-    with pytest.raises(ClosedError, match="the thread under test has been closed"):
-        thread.run(asyncio.sleep(0))
-    with pytest.raises(ClosedError, match="closed"):
-        thread.check()
-    coroutine = asyncio.sleep(0)
-    with pytest.raises(ClosedError, match="closed"):
-        thread.start(coroutine)
-    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
-
-
 @pytest.mark.parametrize("too_late", ["for its loop", "to begin"])
 def test_closed_between_a_look_at_it_and_the_call_it_refuses_as_well(
     too_late: str, monkeypatch: pytest.MonkeyPatch
@@ -149,29 +120,6 @@ def test_closed_between_a_look_at_it_and_the_call_it_refuses_as_well(
     with pytest.raises(ClosedError, match="the thread under test has been closed"):
         thread.run(coroutine)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
-
-
-def test_closed_it_is_forgotten_before_the_end_of_the_interpreter() -> None:
-    thread = EventLoopThread(Room().context(), NAME)
-    left = weakref.ref(thread)
-    thread.close()
-    del thread
-    gc.collect()
-    assert left() is None
-
-
-def test_closing_waits_for_the_threads_that_its_calls_use() -> None:
-    thread, started, happened = EventLoopThread(Room().context(), NAME), threading.Event(), list[str]()
-
-    def write() -> None:
-        started.set()
-        time.sleep(0.05)
-        happened.append("written")
-
-    thread.start(asyncio.to_thread(write))
-    assert started.wait(30)
-    thread.close()
-    assert happened == ["written"]
 
 
 def test_closing_ends_the_calls_that_nobody_waits_for() -> None:
@@ -267,39 +215,6 @@ def raising_at(number: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def test_what_a_signals_handler_raises_is_raised_though_a_closed_loop_raises_the_like(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def preempted(*_: object) -> None:
-        raise RuntimeError("preempted")
-
-    thread = EventLoopThread(Room().context(), NAME)
-    with monkeypatch.context() as patch:
-        patch.setattr(thread._loop, "call_soon_threadsafe", preempted)
-        with pytest.raises(RuntimeError, match="preempted"):
-            thread.run(asyncio.sleep(0))
-        with pytest.raises(RuntimeError, match="preempted"):
-            thread.close()
-    assert thread.run(asyncio.sleep(0, 7)) == 7
-    thread.close()
-
-
-def test_an_interrupt_while_it_enters_leaves_no_thread() -> None:
-    started, happened = threading.Event(), list[str]()
-
-    @asynccontextmanager
-    async def slow() -> AsyncGenerator[None, None]:
-        await wait_for_ever(started, happened)
-        yield
-
-    interrupter = when(started, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        EventLoopThread(slow(), NAME)
-    interrupter.join()
-    assert happened == ["cancelled"]
-    assert not living_threads()
-
-
 def test_calls_from_many_threads_while_it_closes_all_end() -> None:
     thread = EventLoopThread(Room().context(), NAME)
     first = threading.Event()
@@ -319,27 +234,6 @@ def test_calls_from_many_threads_while_it_closes_all_end() -> None:
         assert first.wait(30)
         thread.close()
         assert sum(caller.result(30) for caller in callers) > 0
-
-
-def test_a_result_is_waited_for_asleep_and_holds_no_circle() -> None:
-    future = SignalSafeFuture[None]()
-    began = time.monotonic()
-    future.wait(0.05)
-    assert time.monotonic() - began >= 0.05
-    setter = when(waiting := threading.Event(), partial(future.set_exception, ValueError("no")))
-    waiting.set()
-    for _ in range(3):  # the first may sleep, the others have no reason to
-        future.wait(3600)
-    setter.join()
-    gc.disable()
-    try:
-        with pytest.raises(ValueError, match="no"):
-            future.result()
-        left = weakref.ref(future)
-        del future, setter
-        assert left() is None
-    finally:
-        gc.enable()
 
 
 SCRIPT = """

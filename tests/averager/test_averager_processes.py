@@ -125,79 +125,6 @@ def test_three_of_them_are_equal_too_and_weigh_as_configured(make: Make) -> None
         assert torch.allclose(model.weight, torch.full((2, 3), 5 / 3))
 
 
-def test_schedulers_and_grad_scalers_work_while_averaging(make: Make) -> None:
-    pairs = [make(sync_every=2)]
-    pairs.append(make(sync_every=2, join=[pairs[0][1].endpoint]))
-
-    def train_scaled(model: torch.nn.Linear, opt: DecentralizedAverager) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=5)
-        rates = []
-        for _ in range(4):
-            opt.zero_grad()
-            scaler.scale(model(torch.ones(4, 3)).pow(2).mean()).backward()
-            scaler.step(opt)
-            scaler.update()
-            scheduler.step()
-            rates.append(opt.param_groups[0]["lr"])
-        return rates
-
-    with ThreadPoolExecutor(2) as pool:
-        rates = [future.result(100) for future in [pool.submit(train_scaled, *pair) for pair in pairs]]
-    assert rates[0] == rates[1]
-    assert equal(pairs[0][0], pairs[1][0])
-    assert [opt.status.peer.rounds for _, opt in pairs] == [2, 2]
-    progress = pairs[0][1].status.peer.training
-    assert progress is not None
-    assert (progress.strategy, progress.stage, progress.local_step, progress.steps) == ("LocalSGD", "training", 4, 4)
-    assert progress.global_step is None
-
-
-def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
-    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, one = make(sync_every=2)
-    second, other = make(sync_every=2, join=[one.endpoint])
-    train_together((first, one), (second, other), steps=2)
-    other.close()
-    before = first.weight.detach().clone()
-    train(first, one, 4)  # a peer that is alone does not wait
-    assert one.last_receipt is not None
-    assert one.last_receipt.outcome is Outcome.NO_GROUP
-    assert not torch.equal(first.weight, before)
-    assert len([record for record in caplog.records if record.name == "averaging.training"]) == 1
-    third, another = make(sync_every=2, join=[one.endpoint])
-    assert another.local_step == 6  # the steps that it made alone count, too
-    receipts = average_together(one, another)
-    assert all(receipt.averaged for receipt in receipts), receipts
-    assert equal(first, third)
-
-
-@pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo, GradientAveraging])
-def test_who_leaves_while_it_is_waited_for_is_waited_for_no_longer(
-    make: Make, monkeypatch: pytest.MonkeyPatch, strategy: Callable[[int], Strategy]
-) -> None:
-    model, opt = make(strategy=strategy(1), group_wait=30.0)
-    _, other = make(strategy=strategy(1), join=[opt.endpoint])
-    assert opt.wait_for_peers(2, 60)
-    model(torch.ones(4, 3)).pow(2).mean().backward()
-    started = threading.Event()
-    average = opt._peer.average
-
-    async def average_and_signal(*topic: Any, **arguments: Any) -> Receipt:
-        started.set()
-        return await average(*topic, **arguments)
-
-    monkeypatch.setattr(opt._peer, "average", average_and_signal)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: opt.step(batch_size=4))
-        assert started.wait(60)
-        other.close()
-        waiting.result(60)
-    assert opt.last_receipt is not None
-    assert "the other peers have advanced without this one" in opt.last_receipt.reason
-
-
 def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make: Make) -> None:
     pairs = [make(strategy=DiLoCo(1))]
     pairs.append(make(strategy=DiLoCo(1), join=[pairs[0][1].endpoint], on_round=lambda receipt: pairs[1][1].close()))
@@ -210,26 +137,6 @@ def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make:
         with pytest.raises(ClosedError, match="the averager of run 'test' has been closed"):
             second.result(100)
     assert pairs[0][1].global_step == 1
-
-
-def test_closing_in_the_middle_of_a_round_ends_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt = make(round_timeout=1000.0)
-    before = model.weight.detach().clone()
-    started = threading.Event()
-    average = opt._peer.average
-
-    async def average_and_signal(*topic: Any, **arguments: Any) -> Receipt:
-        started.set()
-        return await average(*topic, **(arguments | {"search_timeout": 1000.0}))
-
-    monkeypatch.setattr(opt._peer, "average", average_and_signal)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(opt.average_now)
-        assert started.wait(60)
-        opt.close()
-        with pytest.raises(ClosedError, match="has been closed"):
-            waiting.result(60)
-    assert torch.equal(model.weight, before)
 
 
 # Newcomers
@@ -258,18 +165,6 @@ def test_a_newcomer_has_model_optimizer_state_and_counter_before_its_first_step(
     assert newcomer.local_step == 4
 
 
-def test_a_newcomer_gets_the_last_averaged_state_while_its_donor_trains_on(make: Make) -> None:
-    first, one = make()
-    train(first, one, 2)
-    one.load_state_dict(one.state_dict())  # newcomers download the present state from here on
-    weights, state = copy.deepcopy(first.state_dict()), said(one)
-    train(first, one, 2)
-    second, other = make(join=[one.endpoint])
-    assert torch.equal(second.weight, weights["weight"])
-    assert said(other) == state
-    assert other.local_step == 2
-
-
 def test_a_newcomer_gets_the_state_while_its_donor_evaluates_a_closure(make: Make) -> None:
     first, one = make(round_timeout=2.0)
     models: list[torch.nn.Linear] = []
@@ -283,22 +178,6 @@ def test_a_newcomer_gets_the_state_while_its_donor_evaluates_a_closure(make: Mak
     one.step(closure)
     assert equal(models[0], before)
     assert not equal(first, before)
-
-
-def test_a_state_that_is_loaded_in_a_closure_is_given_as_it_was_before_the_step(make: Make) -> None:
-    first, one = make()
-
-    def closure() -> float:
-        one.load_state_dict(one.state_dict())
-        first(torch.ones(4, 3)).sum().backward()
-        return 0.0
-
-    train(first, one, 2)
-    before = copy.deepcopy(first)
-    one.step(closure)
-    second, other = make(join=[one.endpoint])
-    assert equal(second, before)
-    assert other.local_step == 2
 
 
 def test_a_newcomer_keeps_its_hyperparameters_and_its_scheduler_goes_on_where_the_run_is(make: Make) -> None:
@@ -362,25 +241,6 @@ def test_a_newcomer_with_another_optimizer_or_model_does_not_start(make: Make) -
         make(features=4, join=[one.endpoint])
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"), [(1, "2 tensors, .*'group0.param1' only there"), (3, "'group0.param2' only here")]
-)
-def test_a_newcomer_with_a_smaller_or_larger_model_whose_shapes_fit_does_not_start(
-    make: Make, layers: int, message: str
-) -> None:
-    def model_of(count: int) -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1, momentum=0.9)
-
-    founders = model_of(2)
-    _, one = make(lambda _: founders)
-    for parameter in one.param_groups[0]["params"]:
-        parameter.grad = torch.ones(2)
-    one.step()
-    one.load_state_dict(one.state_dict())  # the state for newcomers has its momentum
-    with pytest.raises(StateError, match=message):
-        make(lambda _: model_of(layers), join=[one.endpoint])
-
-
 def test_a_newcomer_whose_parameters_are_in_another_order_does_not_start(make: Make) -> None:
     """They have the same shapes, so each would get the values of the other."""
 
@@ -421,22 +281,6 @@ def test_an_interrupt_in_a_round_leaves_the_run_in_order() -> None:
         assert interrupted["local_step"] == 2
         assert not interrupted["looking"]
         assert process.expect("left")["threads"] == []
-        assert process.wait() == 0
-        assert process.stderr == ""
-
-
-@pytest.mark.long
-def test_the_end_of_the_interpreter_closes_averagers_silently() -> None:
-    with worker("not_closed") as process:
-        process.expect("trained")
-        assert process.wait() == 0
-        assert process.stderr == ""
-
-
-@pytest.mark.long
-def test_a_forked_process_has_no_threads_of_grpcs() -> None:
-    with worker("forked") as process:
-        assert process.expect("forked")["threads"] == 1
         assert process.wait() == 0
         assert process.stderr == ""
 

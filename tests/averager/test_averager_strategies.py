@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from averaging import LocalSGD
-from averaging.errors import ConfigError, TensorError
+from averaging.errors import TensorError
 from averaging.training.named_tensors import named_buffers, named_parameters
-
-
-@pytest.mark.parametrize("sync_every", [0, -1, 2.0, True, "5", None])
-def test_local_sgd_wants_a_number_of_steps(sync_every: Any) -> None:
-    with pytest.raises(ConfigError, match="^sync_every"):
-        LocalSGD(sync_every)
-
-
-def test_local_sgd_says_what_it_is() -> None:
-    assert repr(LocalSGD(sync_every=50)) == "LocalSGD(sync_every=50)"
-
-
-def test_parameters_are_named_by_their_group_and_place() -> None:
-    a, b, c = (torch.nn.Parameter(torch.randn(n)) for n in (1, 2, 3))
-    optimizer = torch.optim.SGD([{"params": [a, b]}, {"params": [c]}])
-    named = named_parameters(optimizer)
-    assert list(named) == ["group0.param0", "group0.param1", "group1.param0"]
-    assert all(ours is theirs for ours, theirs in zip(named.values(), (a, b, c), strict=True))
 
 
 def test_parameters_keep_the_names_the_optimizer_was_given() -> None:

@@ -58,9 +58,7 @@ def test_it_is_named_everywhere(start: Start, caplog: pytest.LogCaptureFixture, 
     "make",
     [
         lambda: GradientAveraging(12),
-        lambda: DiLoCo(2, fragments=1),
         lambda: DiLoCo(4, fragments=2, delay=1, alpha=0.5),
-        lambda: LocalSGD(2),
         lambda: LocalSGD(2, statistics=True),
     ],
 )

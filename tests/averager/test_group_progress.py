@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from averaging.errors import StateError
 from averaging.training.optimizer_state import GroupProgress, load_optimizer, pack_optimizer
-from tests.support.alone import Make, linear, train
 
 
 class Decaying(torch.optim.Optimizer):
@@ -69,14 +68,6 @@ def test_what_the_steps_change_travels_and_hyperparameters_stay() -> None:
     assert known.keys == {"count", "scale", "trace", "last", "late"}
 
 
-def test_the_newcomer_passes_on_what_it_got_before_its_first_step() -> None:
-    donor, second, third = decaying(), decaying(), decaying()
-    known = GroupProgress(second)
-    load_optimizer(second, *travel(donor, stepped(donor, 3)), known)
-    load_optimizer(third, *travel(second, known))
-    assert of_group(third) == of_group(donor)
-
-
 def test_steps_made_before_anybody_looked_count_where_no_constructor_has_such_an_argument() -> None:
     class Renamed(Decaying):
         def __init__(self, params: Any, *rest: Any, **options: Any) -> None:
@@ -110,13 +101,10 @@ TRACE = {"tensor": "optimizer/group0/trace"}
     ("groups", "message"),
     [
         (5, "which is invalid"),
-        ([5], "is unreadable"),
         ([{"dict": [["count", 3]]}, {"dict": []}], "has 2 parameter groups, but this peer's has 1"),
-        ([{"dict": [["params", 3]]}], "'params' in parameter group 0 of its optimizer is 3"),
         ([{"dict": [["count", "many"]]}], "'count' .* is 'many', which does not fit this peer's 0"),
         ([{"dict": [["scale", float("nan")]]}], "'scale' .* is nan"),
         ([{"dict": [["trace", TRACE]]}], "'trace' .* which does not fit"),
-        ([{"dict": [["last", {"tuple": [1]}]]}], r"'last' .* is \(1,\)"),
         ([{"dict": [["new", {"list": [1]}]]}], r"'new' .* is \[1\]"),
     ],
 )
@@ -127,18 +115,3 @@ def test_progress_that_does_not_fit_is_refused_and_nothing_changes(groups: objec
     with pytest.raises(StateError, match=message):
         load_optimizer(newcomer, {"optimizer/group0/trace": torch.ones(2)}, packed)
     assert of_group(newcomer) == before
-
-
-def test_a_state_without_progress_is_that_of_an_older_peer() -> None:
-    newcomer = decaying()
-    load_optimizer(newcomer, {}, {"class": "Decaying", "state": {"dict": []}})
-    assert newcomer.param_groups[0]["count"] == 0
-
-
-def test_a_checkpoint_knows_the_progress_too(make: Make) -> None:
-    model, other = linear(), linear()
-    opt, resumed = make(Decaying(model.parameters())), make(Decaying(other.parameters()))
-    train(model, opt, 2)
-    resumed.load_state_dict(opt.state_dict())
-    (progress,) = resumed._training.progress.values()
-    assert (progress["count"], progress["late"]) == (2, "stepped")

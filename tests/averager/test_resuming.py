@@ -12,7 +12,6 @@ import torch
 
 from averaging import Peer
 from averaging.protocol.messages import DownloadData
-from averaging.state import manifest as packing
 from averaging.state.assembler import StateAssembler
 from averaging.state.downloads import download
 from averaging.state.manifest import CHUNK_BYTES
@@ -33,16 +32,12 @@ OVERHEAD = 64 << 10
 class Relay:
     """Hands connections on to a peer; the first passes so many bytes from there, and is then cut when it is told.
 
-    Args:
-        rate: bytes per second from the peer.
-
     Attributes:
         counts: bytes that came from the peer, for each connection.
         cut: to be set.
     """
 
-    def __init__(self, endpoint: str, rate: float = 1e12) -> None:
-        self._rate = rate
+    def __init__(self, endpoint: str) -> None:
         self._host, _, port = endpoint.partition(":")
         self._port = int(port)
         self.counts: list[int] = []
@@ -55,7 +50,6 @@ class Relay:
         up = asyncio.create_task(self._up(reader, to_peer))
         try:
             while (number or self.counts[0] < PASSED) and (piece := await from_peer.read(1 << 12)):
-                await asyncio.sleep(len(piece) / self._rate)
                 self.counts[number] += len(piece)
                 writer.write(piece)
                 await writer.drain()
@@ -76,8 +70,8 @@ class Relay:
 
 
 @asynccontextmanager
-async def relaying(endpoint: str, rate: float = 1e12) -> AsyncIterator[tuple[Relay, str]]:
-    relay = Relay(endpoint, rate)
+async def relaying(endpoint: str) -> AsyncIterator[tuple[Relay, str]]:
+    relay = Relay(endpoint)
     async with listening(relay.handle) as address:
         yield relay, address
 
@@ -104,32 +98,6 @@ async def test_after_a_cut_only_the_rest_travels() -> None:
     assert len(relay.counts) == 2
     assert relay.counts[1] <= TOTAL - CUT + CHUNK_BYTES + OVERHEAD
     assert readers[-1].received == TOTAL
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("alone", [False, True])
-async def test_a_donor_behind_a_slow_link_is_left_for_another_one_and_else_read_to_the_end(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1/8 of 10 Mbit/s is expected, of an only donor 16 KiB/s, here in each second; messages are smaller likewise."""
-    monkeypatch.setattr(packing, "CHUNK_BYTES", 4 << 10)
-    tensors = {"w": torch.randn(50_000)}
-    readers: list[StateAssembler] = []
-    async with (
-        Peer(tensors, run_id="run") as donor,
-        relaying(donor.endpoint, rate=48e3) as (_, slow),
-    ):
-        caller = GrpcTransport(None, max_message_bytes=4 << 20)
-        try:
-            names = [slow] if alone else [slow, donor.endpoint]
-            found, name = await download(caller, names, donor.schema, silence=1.0, on_progress=readers.append)
-        finally:
-            await caller.close()
-    assert torch.equal(found.tensors["w"], tensors["w"])
-    assert name == names[-1]
-    received = [reader.received for reader in dict.fromkeys(readers)]
-    assert received[-1] == 200_000
-    assert len(received) == 1 if alone else 0 < received[0] < 100_000
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.errors import StateError
 from averaging.peer import PeerContext
 from averaging.protocol.messages import DownloadData, Resume
 from averaging.state import manifest as state
@@ -152,17 +151,6 @@ def test_of_the_next_donor_only_the_rest_is_read(extra: float) -> None:
     play(main, extra)
 
 
-def test_of_a_donor_that_is_there_again_only_the_rest_is_read() -> None:
-    async def main(world: World) -> None:
-        world.reader.happens = world.cut
-        check(await fetch(world.reader, world.one, ("x:1",)))
-        assert [call.donor for call in world.reader.calls] == ["x:1", "x:1"]
-        again = world.reader.calls[1]
-        assert again.nbytes == TOTAL - again.skipped <= TOTAL - CUT
-
-    play(main)
-
-
 def test_a_donor_that_has_moved_on_sends_all() -> None:
     async def main(world: World) -> None:
         async def moves_on() -> None:
@@ -214,16 +202,5 @@ def test_wrong_bytes_before_the_cut_are_thrown_away_and_harm_no_sound_donor() ->
         check(await fetch(world.reader, world.other))
         assert [call.donor for call in world.reader.calls] == ["x:1", "y:1", "y:1"]
         assert world.reader.calls[2].skipped == 20_000  # of `a`, which was verified; `b` comes again
-
-    play(main)
-
-
-def test_a_donor_that_lies_after_the_cut_is_refused() -> None:
-    async def main(world: World) -> None:
-        world.reader.lies = lambda call: call.donor == "y:1" and call.nbytes + call.skipped > 70_000
-        with pytest.raises(StateError, match="y:1: tensor 'b' does not match its digest"):
-            await fetch(world.reader, world.one)
-        # Once with the bytes of the first, once with its own alone; the first is asked last.
-        assert [call.donor for call in world.reader.calls] == ["x:1", "y:1", "y:1", "x:1"]
 
     play(main)

@@ -99,12 +99,6 @@ def test_rounds_average_both_sequences(start: Start) -> None:
     assert all(map(torch.allclose, run.parameters()[0], reference()))
 
 
-def test_a_peer_that_evaluates_stays_equal_to_one_that_does_not(start: Start) -> None:
-    run = both(start, STRATEGIES["GradientAveraging"])
-    run.each(lambda number: trained(run, number))
-    assert equal(*run.parameters())
-
-
 def test_averaging_now_while_one_peer_evaluates_averages_the_training_weights(start: Start) -> None:
     run = both(start, partial(LocalSGD, 100))
     run.each(lambda number: trained(run, number, 3))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from averaging import Receipt
-from tests.support.conservation import TrainingLedger
 from tests.support.site_worker import SAMPLES, model_of, strategy_of
 from tests.support.sites import PATIENCE, Site, alike, single_processes
 from tests.support.training import Run, backward, batch_of
@@ -58,24 +57,6 @@ def test_two_sites_equal_two_processes_after_a_few_steps(stack: ExitStack, insid
 def test_shards_that_send_their_largest_elements_lose_nothing(stack: ExitStack) -> None:
     """Each rank has the residual of its shard, whose blocks are those of the shard."""
     check_nothing_is_lost(two_sites(stack, 2, strategy="top_k", inside="fsdp", steps=7))
-
-
-@pytest.mark.long
-def test_a_site_and_a_single_process_send_their_largest_elements_to_each_other(stack: ExitStack) -> None:
-    site = Site(stack, 2, number=0, strategy="top_k", inside="ddp", steps=7)
-    single = stack.enter_context(closing(Run()))
-    strategy = strategy_of("top_k", 2, 2)
-    opt = single.add(strategy, partial(torch.optim.AdamW, lr=0.01), model_of(1), run_id="run", join=[site.endpoint])
-    assert opt.wait_for_peers(2, PATIENCE)
-    ledger = TrainingLedger(opt)
-    for seed in range(7):
-        backward(single.models[0], batch_of(seed, 4, torch.float64))
-        opt.step()
-    assert opt.finish(PATIENCE).alike
-    check_nothing_is_lost(site.expect("done"))
-    assert ledger.error() < 2e-6
-    assert opt.last_receipt is not None
-    assert len(opt.last_receipt.members) == 2
 
 
 def test_a_site_weighs_as_many_samples_as_its_ranks_have_together(stack: ExitStack) -> None:

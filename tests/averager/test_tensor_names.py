@@ -35,13 +35,6 @@ def test_a_model_has_the_same_names_with_wrappers_and_without(wrapped: list[str]
     assert digest_of_names(wrapped) == digest_of_names(PLAIN)
 
 
-def test_a_module_of_the_user_may_be_called_module() -> None:
-    names = ["module.weight", "head.weight"]
-    assert without_wrappers(names) == names
-    assert without_wrappers([f"module.{name}" for name in names]) == names
-    assert without_wrappers(["module.module.weight", "module.head.module.weight"]) == names
-
-
 def test_what_stands_before_a_slash_is_kept() -> None:
     assert without_wrappers(["buffer/module.0.mean", "module.0.weight"]) == ["buffer/0.mean", "0.weight"]
 

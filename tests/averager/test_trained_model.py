@@ -24,11 +24,10 @@ def test_parameters_get_the_names_of_the_model() -> None:
     assert named["0.weight"] is model[0].weight
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
 def test_wrappers_change_no_name() -> None:
     model = network()
     plain = TrainedModel(model)
-    for wrapped in (nn.DataParallel(model), torch.compile(model), nn.DataParallel(nn.DataParallel(model))):
+    for wrapped in (nn.DataParallel(model), nn.DataParallel(nn.DataParallel(model))):
         assert list(TrainedModel(wrapped).parameters) == list(plain.parameters)
         assert list(TrainedModel(wrapped).buffers) == list(plain.buffers)
 
@@ -72,24 +71,12 @@ def assign(model: nn.Sequential) -> None:
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
 
 
-def replace(model: nn.Sequential) -> None:
-    model[0].bias = nn.Parameter(torch.zeros(2))
-
-
 def add(model: nn.Sequential) -> None:
     model[0].register_parameter("extra", nn.Parameter(torch.zeros(1)))
 
 
-def add_module(model: nn.Sequential) -> None:
-    model.append(nn.Linear(2, 2))
-
-
 def remove(model: nn.Sequential) -> None:
     model[0].register_parameter("bias", None)
-
-
-def replace_frozen(model: nn.Sequential) -> None:
-    model[0].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
 
 def replace_buffer(model: nn.Sequential) -> None:
@@ -100,11 +87,8 @@ def replace_buffer(model: nn.Sequential) -> None:
     ("change", "message"),
     [
         (assign, "parameter '0.weight' of the model has been replaced"),
-        (replace, "parameter '0.bias' of the model has been replaced"),
         (add, "parameter '0.extra' of the model is new"),
-        (add_module, "parameter '2.weight' of the model is new"),
         (remove, "parameter '0.bias' of the model is gone"),
-        (replace_frozen, "parameter '0.weight' of the model has been replaced"),
         (replace_buffer, "buffer '1.running_mean' of the model has been replaced.*leave the buffer out"),
     ],
 )

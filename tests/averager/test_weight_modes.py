@@ -75,28 +75,6 @@ def test_a_step_with_the_evaluation_weights_is_refused_at_once(
     opt.step()
 
 
-def test_the_modes_of_other_optimizers_do_nothing(model: torch.nn.Linear, make: Make) -> None:
-    averager = make(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = bits(model)
-    averager.eval()
-    averager.train()
-    with averager.evaluation_weights():
-        assert same(bits(model), before)
-    averager.step()
-
-
-def test_what_newcomers_get_is_not_what_is_evaluated_meanwhile(
-    model: torch.nn.Linear, opt: DecentralizedAverager
-) -> None:
-    with opt._training.replacing():
-        trained = bits(model)
-    opt.eval()
-    snapshot = opt._thread.run(opt._peer._snapshots.latest(1.0))
-    shared = [snapshot.state.tensors[name] for name in opt._peer.tensor_names]
-    assert same(shared, trained)
-    assert snapshot.state.user["optimizer"]["evaluates"] is False
-
-
 def test_a_loaded_checkpoint_has_the_mode_in_which_it_was_saved(
     model: torch.nn.Linear, opt: DecentralizedAverager
 ) -> None:

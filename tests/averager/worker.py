@@ -5,12 +5,10 @@ Run as `python -m tests.averager.worker WAY`.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,15 +48,6 @@ def interrupted() -> None:
     tell("left", threads=[thread.name for thread in threading.enumerate() if thread.daemon])
 
 
-def not_closed() -> None:
-    """Ends with two averagers running."""
-    first = averager(1000)
-    second = averager(1000, join=[first.endpoint])
-    for opt in (first, second):
-        step(opt, torch.ones(1))
-    tell("trained")
-
-
 def loaders() -> None:
     """Forks workers of data loaders while two averagers train."""
     first = averager(4)
@@ -79,16 +68,6 @@ def loaders() -> None:
         tell("trained", equal=equal, rounds=[opt.status.peer.rounds for opt in (first, second)])
 
 
-def forked() -> None:
-    """Forks while an averager runs, and prints how many threads the child has."""
-    with averager(1000):
-        if child := os.fork():
-            os.waitpid(child, 0)
-        else:
-            tell("forked", threads=psutil.Process().num_threads())
-            os._exit(0)
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"interrupted": interrupted, "not_closed": not_closed, "loaders": loaders, "forked": forked}[sys.argv[1]]()
+    {"interrupted": interrupted, "loaders": loaders}[sys.argv[1]]()
