@@ -13,17 +13,6 @@ def steps(schedule: AveragingSchedule, count: int, seconds: float, now: float = 
     return now
 
 
-def test_a_turn_comes_every_so_many_steps() -> None:
-    schedule = AveragingSchedule(3)
-    due = []
-    for step in range(1, 10):
-        schedule.count(float(step))
-        due.append(schedule.is_due(float(step), None))
-        if due[-1]:
-            schedule.restart()
-    assert due == [False, False, True] * 3
-
-
 def test_a_peer_comes_early_if_the_others_would_be_gone() -> None:
     schedule = AveragingSchedule(10)
     now = steps(schedule, 4, 1.0)  # six more steps take six seconds
@@ -38,13 +27,6 @@ def test_steps_that_become_slower_count_as_slower() -> None:
     now = steps(schedule, 2, 3.0, steps(schedule, 4, 1.0))
     assert schedule.is_due(now, now + 8.0)
     assert not schedule.is_due(now, now + 9.0)
-
-
-def test_a_peer_that_has_made_no_step_has_nothing_to_bring() -> None:
-    schedule = AveragingSchedule(10)
-    steps(schedule, 5, 1.0)
-    schedule.restart()
-    assert not schedule.is_due(6.0, 7.0)
 
 
 def test_the_time_of_a_round_is_no_steps_time() -> None:

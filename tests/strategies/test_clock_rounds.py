@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
-from averaging.errors import ConfigError
 from tests.support import training_run
 from tests.support.training_run import Noise, Run, Site, agree
 
@@ -68,14 +67,6 @@ def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval(monkeypa
         assert len(averaged) >= 10
         assert sum(receipt.phases["looking"] for receipt in averaged) < 0.12 * 120
     assert sum(receipt.averaged and len(receipt.members) == 3 for receipt in slow.receipts) >= 2
-
-
-def test_a_peer_that_comes_after_the_others_have_averaged_does_not_look_for_a_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow = run(monkeypatch, lambda: DiLoCo("1s"), sites(0.02, 0.03, 0.35), until=25.0)[2]
-    assert sum(receipt.averaged for receipt in slow.receipts) >= 8
-    assert all(receipt.phases["looking"] < 1.0 for receipt in slow.receipts)
 
 
 def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged(
@@ -135,33 +126,6 @@ def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_
         assert all(rate == pytest.approx(0.1 * 0.5 ** (step // 50)) for step, rate in seen)
 
 
-@pytest.mark.parametrize(("kind", "other"), [(LocalSGD, "20s"), (DiLoCo, 5)])
-def test_another_interval_and_steps_are_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Any], other: int | str
-) -> None:
-    made = iter([kind("10s"), kind(other)])
-    there = "20s" if other == "20s" else "a number of steps"
-    with pytest.raises(ConfigError, match=f"sync_every is {there} at this peer, but 10s at {FIRST}; give all peers"):
-        run(monkeypatch, lambda: next(made), sites(0.1, 0.1), until=10.0)
-
-
-def test_peers_weigh_as_many_samples_as_they_have_made_since_the_last_average(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    peers = sites(0.1, 1.0, options={"weight": "samples"})
-    fast, slow = run(monkeypatch, lambda: DiLoCo("10s", delay=3), peers, until=45.0)
-    weights = {peer.name: 0.0 for peer in peers}
-    for receipt in fast.receipts:
-        for account in receipt.accounts if receipt.averaged else ():
-            weights[account.endpoint] += account.weight
-            assert account.weight_unit == "samples"
-    last = max(receipt.started for receipt in fast.receipts if receipt.averaged)
-    for peer, made in ((fast, 40 * (last % 1000)), (slow, 4 * (last % 1000))):
-        assert weights[peer.name] == pytest.approx(made, rel=0.1)
-        assert weights[peer.name] % 4 == 0
-    assert agree([fast, slow])
-
-
 @pytest.mark.parametrize(
     ("make", "seconds"),
     [
@@ -184,10 +148,3 @@ def test_peers_with_other_batch_sizes_weigh_as_many_samples(
         assert weights[slow.name] == pytest.approx(32 * seconds / 1.0, rel=0.15)
         assert weights[slow.name] % 32 == 0
     assert agree([fast, slow])
-
-
-def test_a_weight_of_samples_beside_a_number_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = sites(0.1, 0.1)
-    peers[1].options = {"weight": "samples"}
-    with pytest.raises(ConfigError, match=f"weight is the number of samples at this peer, but a number at {FIRST}"):
-        run(monkeypatch, MAKERS["local"], peers, until=10.0)

@@ -34,39 +34,6 @@ class Trainer:
         self.schedule.resume(self.now)
 
 
-def test_fast_and_slow_peers_come_at_the_same_moments_with_the_steps_that_they_made() -> None:
-    fast, slow = Trainer(0.1, now=7.03), Trainer(3.0, now=11.0)
-    fast.train(290.0)
-    slow.train(290.0)
-    assert [round(moment) for moment in fast.rounds] == [60, 120, 180, 240]
-    assert slow.rounds == [60.0, 120.0, 180.0, 240.0]  # earlier than its next step would end, and then it waits
-    assert fast.steps[1:] == [600, 600, 600] or all(abs(steps - 600) <= 1 for steps in fast.steps[1:])
-    assert all(19 <= steps <= 20 for steps in slow.steps[1:])
-
-
-def test_a_peer_whose_step_is_longer_than_the_interval_comes_to_a_later_moment_and_says_so() -> None:
-    slow = Trainer(90.0)
-    told = []
-    for _ in range(8):
-        slow.step(90.0)
-        told.append(slow.schedule.comes(slow.now))
-    assert slow.rounds == [180.0, 360.0, 540.0, 720.0]  # two steps each, without waiting
-    assert told[1::2] == [360.0, 540.0, 720.0, 900.0]
-
-
-def test_a_peer_that_has_made_no_step_comes_to_no_moment() -> None:
-    schedule = ClockSchedule(60.0)
-    assert schedule.comes(59.0) == 0.0
-    assert not schedule.is_due(61.0, None)
-    assert not schedule.is_due(61.0, 65.0)
-
-
-def test_a_newcomer_between_two_moments_comes_to_the_next_one() -> None:
-    newcomer = Trainer(1.0, now=95.5)
-    newcomer.train(125.0)
-    assert newcomer.rounds == [120.0]
-
-
 @pytest.mark.parametrize("compiling", [30.0, 200.0])
 def test_a_long_first_step_ends_in_no_round_of_its_own(compiling: float) -> None:
     trainer = Trainer(1.0, now=0.5)
@@ -75,14 +42,6 @@ def test_a_long_first_step_ends_in_no_round_of_its_own(compiling: float) -> None
     trainer.train(290.0)
     assert all(moment % 60 == 0 for moment in trainer.rounds)
     assert trainer.rounds[0] == 60.0 * -(-trainer.rounds[0] // 60)
-
-
-def test_one_long_step_does_not_make_the_peer_come_early_afterwards() -> None:
-    trainer = Trainer(0.5)
-    trainer.train(70.0)
-    trainer.step(30.0)  # an evaluation
-    trainer.train(130.0)
-    assert trainer.rounds == [60.0, 120.0]
 
 
 def test_a_late_peer_comes_if_somebody_looks_and_else_to_the_next_moment() -> None:
@@ -133,9 +92,7 @@ def test_a_clock_that_is_set_back_far_does_not_stop_the_rounds() -> None:
 
 
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-@pytest.mark.parametrize(
-    "wrong", ["0s", "abc", "-5s", "120", "", "5 days", "1e3s", True, 0, -1, 1.5, None, "9" * 400 + "s"]
-)
+@pytest.mark.parametrize("wrong", ["0s", "abc", "-5s", "120", "1e3s", True, 0, 1.5, None, "9" * 400 + "s"])
 def test_what_is_no_interval_is_refused(kind: type, wrong: object) -> None:
     with pytest.raises(ConfigError, match="^sync_every"):
         kind(sync_every=wrong)
@@ -147,5 +104,3 @@ def test_what_is_no_interval_is_refused(kind: type, wrong: object) -> None:
 def test_an_interval_has_a_unit(text: str, seconds: float) -> None:
     assert LocalSGD(text)._schedule.interval == seconds
     assert DiLoCo(text, fragments=4)._schedule.interval == seconds / 4
-    assert repr(LocalSGD(text)) == f"LocalSGD(sync_every={text!r})"
-    assert repr(DiLoCo(text, delay=3)) == f"DiLoCo(sync_every={text!r}, delay=3)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Strategy
 from averaging.errors import ConfigError, PeerUnreachableError, TensorError
 from averaging.protocol import group
 from averaging.strategies.catch_up import FIRST_PAUSE
@@ -88,40 +87,6 @@ def test_gradients_of_a_model_that_was_left_for_a_checkpoint_are_dropped(start: 
     assert equal(run.parameters()[0], before[0])
 
 
-def test_a_newcomer_knows_its_donor_before_its_first_step_even_if_records_are_slow(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start()
-    donor = run.add(GradientAveraging(4), SGD)
-    gather_until(run, 0, 4)
-    announce = donor._peer.progress.announce
-
-    def announce_late(progress: bytes, *, soon: bool = True) -> None:
-        asyncio.get_running_loop().call_later(1.0, lambda: announce(progress, soon=soon))
-
-    monkeypatch.setattr(donor._peer.progress, "announce", announce_late)
-    gather_until(run, 0, 5)
-    newcomer = run.add(GradientAveraging(4), SGD, model_of(9))
-    assert newcomer.global_step == 5
-    assert newcomer.strategy.present_others(newcomer._training).together == (donor.endpoint,)
-
-
-def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> None:
-    run = start()
-    adam = partial(torch.optim.AdamW, lr=0.01)
-    run.add(GradientAveraging(4), adam)
-    gather_until(run, 0, 5)
-    newcomer = run.add(GradientAveraging(8), adam, model_of(9))
-    assert newcomer.global_step == 5
-    assert equal(*run.parameters())
-    run.wait_for_progress(0, 5)  # else it would make its next step alone
-    run.averagers[0].strategy.target_batch_size = 8  # type: ignore[attr-defined]
-    run.each(lambda number: gather_until(run, number, 8))
-    assert [opt.global_step for opt in run.averagers] == [8, 8]
-    assert equal(*run.parameters())
-    assert all(len(opt.last_receipt.members) == 2 for opt in run.averagers if opt.last_receipt)
-
-
 def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,28 +109,6 @@ def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
     run.each(train)
     assert all(equal(run.parameters()[0], other) for other in run.parameters())
     assert sum(batches) <= 1.5 * 3 * 8  # at first no peer knows the batch sizes of the others
-
-
-def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:
-    run = start()
-    for _ in range(3):
-        run.add(GradientAveraging(8), SGD, group_wait=1.0)
-    run.meet()
-
-    def train(number: int) -> None:
-        if number < 2:
-            gather_until(run, number, 3)
-
-    run.each(train)  # the third peer still computes its first batch
-    slow = run.averagers[2]
-    assert slow.global_step == 0
-    run.wait_for_progress(2, 3)
-    step(run, 2, 77, batch_size=4)
-    assert slow.global_step == 3
-    assert slow.status.samples == 0  # its gradients belonged to the parameters of step 0
-    assert equal(run.parameters()[2], run.parameters()[0])
-    run.each(lambda number: gather_until(run, number, 5))
-    assert all(equal(run.parameters()[0], other) for other in run.parameters())
 
 
 def test_one_that_is_ahead_and_cannot_be_reached_is_reported_once_and_not_asked_at_each_step(
@@ -203,16 +146,6 @@ def test_one_that_is_ahead_and_cannot_be_reached_is_reported_once_and_not_asked_
     now[0] += FIRST_PAUSE
     step(run, 2, 25, batch_size=4)
     assert late.global_step == 1
-
-
-def test_a_client_trains_along(start: Start) -> None:
-    run = start()
-    for mode in (Mode.NODE, Mode.NODE, Mode.CLIENT):
-        run.add(GradientAveraging(12), SGD, mode=mode)
-    run.meet()
-    run.each(lambda number: gather_until(run, number, 4))
-    assert all(equal(run.parameters()[0], other) for other in run.parameters())
-    assert all(len(opt.last_receipt.members) == 3 for opt in run.averagers if opt.last_receipt)
 
 
 def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start) -> None:
@@ -281,18 +214,6 @@ def test_gradients_that_cannot_be_averaged_are_refused_and_cost_nothing(start: S
     assert opt.global_step == 1
 
 
-def test_the_scheduler_follows_the_global_steps_also_at_a_newcomer(start: Start) -> None:
-    run = start()
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
-    opt = run.add(GradientAveraging(8), SGD, scheduler=schedule)
-    for seed in range(6):
-        step(run, 0, seed, batch_size=4)
-    assert opt.global_step == 3
-    assert opt.param_groups[0]["lr"] == pytest.approx(0.005)
-    newcomer = run.add(GradientAveraging(8), SGD, scheduler=schedule)
-    assert newcomer.param_groups[0]["lr"] == pytest.approx(0.005)
-
-
 def test_a_grad_scaler_and_closures_work(start: Start) -> None:
     run = start()
     opt = run.add(GradientAveraging(4), SGD)
@@ -311,15 +232,6 @@ def test_a_grad_scaler_and_closures_work(start: Start) -> None:
         reference.step()
     for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_clipping_bounds_what_is_averaged(start: Start) -> None:
-    run = start()
-    run.add(GradientAveraging(4, max_norm=0.01), partial(torch.optim.SGD, lr=1.0))
-    before = run.parameters()[0]
-    step(run, 0, 0, batch_size=4)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(run.parameters()[0], before, strict=True)])
-    assert moved.norm() == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -359,33 +271,6 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
     partial(torch.optim.SGD, lr=1.0)(plain.parameters()).step()
     for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_buffers_are_averaged_along_and_counters_reach_newcomers(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = start()
-
-    def add(strategy: GradientAveraging) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
-        run.add(strategy, SGD, model, buffers=dict(model.named_buffers()))
-
-    for _ in range(2):
-        add(GradientAveraging(8))
-    run.meet()
-    run.each(lambda number: gather_until(run, number, 2, samples=(4, 2)[number]))
-    buffers = [dict(model.named_buffers()) for model in run.models]
-    assert torch.equal(buffers[0]["1.running_mean"], buffers[1]["1.running_mean"])
-    assert buffers[0]["1.running_mean"].abs().sum() > 0
-    counted = {
-        opt.endpoint: one["1.num_batches_tracked"].item() for opt, one in zip(run.averagers, buffers, strict=True)
-    }  # a faster peer gathers more of each global batch
-    assert all(counted.values())
-    caplog.set_level(logging.INFO, "averaging.peer")
-    add(GradientAveraging(8))
-    (donor,) = [name for name in counted if f"took over the state of {name}," in caplog.text]
-    assert dict(run.models[2].named_buffers())["1.num_batches_tracked"].item() == counted[donor]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from contextlib import aclosing
 from functools import partial
 
@@ -16,7 +14,6 @@ from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
 from averaging.common.event_loop_thread import EventLoopThread
 from averaging.protocol.group import group_key
 from tests.support.training import (
-    FOR_EVER,
     PATIENCE,
     SGD,
     Start,
@@ -25,7 +22,6 @@ from tests.support.training import (
     equal,
     model_of,
     pushed,
-    step,
     steps,
 )
 
@@ -58,51 +54,6 @@ def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
     assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
 
 
-def test_overlap_adds_the_change_once_where_parameters_share_their_memory(start: Start) -> None:
-    run = start()
-    for value in (1.0, 3.0):
-        memory = torch.zeros(3)
-        model = torch.nn.ParameterList([torch.nn.Parameter(memory), torch.nn.Parameter(memory)])
-        run.add(LocalSGD(1, overlap=True), SGD, model, group_size=2)
-        memory.fill_(value)
-    run.meet()
-
-    def train(number: int) -> None:
-        run.averagers[number].step()  # without gradients
-        run.averagers[number].strategy.finish(run.averagers[number]._training)
-
-    run.each(train)
-    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 4
-
-
-def test_an_interrupt_ends_the_wait_for_a_late_change_and_not_the_round(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start()
-    for value in (1.0, 3.0):
-        memory = torch.zeros(3)
-        run.add(LocalSGD(1, overlap=True), SGD, torch.nn.ParameterList([torch.nn.Parameter(memory)]), group_size=2)
-        memory.fill_(value)
-    run.meet()
-    first, second = run.averagers
-
-    def interrupted(begun: object) -> Receipt:
-        raise KeyboardInterrupt
-
-    first.step()  # begins a round; there are no gradients
-    with monkeypatch.context() as patch:
-        patch.setattr(first._training, "receipt_of", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            first.average_now()
-    first.step()  # the other peer has not joined yet
-    second.step()
-    for averager in run.averagers:
-        averager.strategy.finish(averager._training)
-        assert averager.last_receipt is not None
-        assert averager.last_receipt.averaged
-    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 2
-
-
 def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
     run = start()
     run.add(LocalSGD(4), SGD)
@@ -112,36 +63,6 @@ def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
     newcomer = run.add(LocalSGD(4), SGD, model_of(3))
     assert newcomer.local_step == 8
     assert equal(run.parameters()[1], learnt)
-
-
-def test_a_newcomers_turn_comes_after_all_its_steps(start: Start) -> None:
-    """Its state is from right after a round, with others or alone."""
-    run = start()
-    run.add(LocalSGD(4), SGD)
-    steps(run, 0, range(5))
-    run.add(LocalSGD(4), SGD)
-    assert run.averagers[1].strategy.state().user == {"since": 0}
-    run.meet()
-    run.each(lambda number: steps(run, number, range(3 + number)))
-    newcomer = run.add(LocalSGD(4), SGD)
-    assert newcomer.local_step == 8
-    assert newcomer.strategy.state().user == {"since": 0}
-    steps(run, 2, range(3))
-    assert newcomer.last_receipt is None
-
-
-def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
-    adam = partial(torch.optim.AdamW, lr=0.01)
-    run = start()
-    for _ in range(2):
-        run.add(LocalSGD(3, statistics=True), adam)
-    run.meet()
-    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 3)))
-    first, second = (opt.state_dict()["state"] for opt in run.averagers)
-    for place in range(4):
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(first[place][name], second[place][name])
-    assert equal(*run.parameters())
 
 
 def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
@@ -245,47 +166,6 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
         torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_peer_that_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    """Otherwise rounds would follow each other at once, each early because of the last."""
-    run = start()
-    for sync_every in (2, 1000):
-        run.add(LocalSGD(sync_every, overlap=overlap), SGD, group_wait=20.0)
-    run.meet()
-    opt = run.averagers[1]
-    now = [time.time()]
-    monkeypatch.setattr(opt._training, "now", lambda: now[0])
-    topic = opt._training.topic("", opt._training.tensors)
-
-    async def wait_until_seen(waits: bool) -> None:
-        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
-            async for _ in changes:
-                if (opt._peer.declared_until(topic) is not None) == waits:
-                    return
-
-    def slow_step(seed: int) -> None:
-        step(run, 1, seed)
-        now[0] += 1.0
-
-    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
-    waiting.start()
-    opt._thread.run(asyncio.wait_for(wait_until_seen(True), PATIENCE))
-    for seed in range(2):  # averages early in the second
-        slow_step(seed)
-    waiting.join(PATIENCE)
-    for averager in run.averagers:
-        averager.strategy.finish(averager._training)
-    assert opt.last_receipt is not None
-    assert opt.last_receipt.averaged
-    opt._thread.run(asyncio.wait_for(wait_until_seen(False), PATIENCE))
-    receipt = opt.last_receipt
-    slow_step(2)
-    opt.strategy.finish(opt._training)
-    assert opt.last_receipt is receipt
-
-
 def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
     """An auxiliary looks for a group all the time."""
     run = start()
@@ -325,19 +205,3 @@ def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: 
     with caplog.at_level(logging.WARNING, "averaging"):
         run.each(lambda number: steps(run, number, range(8)))
     assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []
-
-
-def test_a_peer_whose_partners_have_ended_their_training_waits_for_nobody(start: Start) -> None:
-    run = start()
-    for number in range(2):
-        run.add(LocalSGD(2), SGD, model_of(number), group_wait=FOR_EVER)
-    run.meet()
-    run.each(lambda number: steps(run, number, range(4)))
-
-    def finish_late(number: int) -> None:
-        if number == 1:
-            steps(run, 1, range(4, 16))
-        run.averagers[number].finish(FOR_EVER)
-
-    run.each(finish_late)
-    assert equal(*run.parameters())

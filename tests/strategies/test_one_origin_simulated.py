@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.selection import rest_is_long
 from tests.support.training_run import STRATEGIES, Run, Site, agree
 
 
@@ -76,23 +77,9 @@ def _is_connected(sites: Sequence[Site]) -> bool:
     return reached == names and all(not site.join or names.intersection(site.join) - {site.name} for site in sites)
 
 
-SOME, ALL = range(8), range(8, 1000)
-"""Seeds of the usual tests, and of the long ones besides."""
-
-
-def check(seed: int) -> None:
+@pytest.mark.parametrize("seed", rest_is_long(range(1000), 8))
+def test_however_peers_start_all_end_with_the_same_parameters(seed: int) -> None:
     run, disturb = scenario(seed)
     survivors = run.simulate(disturb)
-    assert len(survivors) == sum(site.lives == float("inf") for site in run.sites), seed
-    assert agree(survivors), (seed, survivors)
-
-
-@pytest.mark.parametrize("seed", SOME)
-def test_however_peers_start_all_end_with_the_same_parameters(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", ALL)
-def test_the_same_with_many_seeds(seed: int) -> None:
-    check(seed)
+    assert len(survivors) == sum(site.lives == float("inf") for site in run.sites)
+    assert agree(survivors), survivors

@@ -43,13 +43,6 @@ def test_parts_of_others_are_accepted_while_a_member_prepares(reply: ReplyForm) 
         assert_close(simulation.tensors[name], simulation.mean(), 1e-6)
 
 
-def test_a_member_that_prepares_names_no_straggler_for_that_time() -> None:
-    simulation = simulated()
-    simulation.preparing["peer:1"] = partial(asyncio.sleep, PREPARING * 1.1)
-    virtual_time.run(simulation.run())
-    assert [result.straggler for result in simulation.results.values()] == [None] * 4
-
-
 def test_the_deadline_of_a_first_part_begins_with_the_round_even_while_preparing() -> None:
     """Two members prepare equally long at first; then one takes longer by more than the shortest deadline."""
     deadlines = {member.endpoint: Deadlines(STALL_TIMEOUT, 30.0) for member in nodes(4)}

@@ -19,6 +19,7 @@ from averaging.protocol import MessageCode
 from averaging.receipts.receipt import Receipt
 from averaging.testing.transport import MemoryTransport
 from tests.support.scripts import sleep
+from tests.support.selection import rest_is_long
 from tests.support.training_run import Noise, Run, Site, agree
 
 
@@ -141,12 +142,6 @@ def test_a_slow_peer_and_one_that_pauses_hold_nobody_up_and_lose_no_step() -> No
     assert {len(groups) for groups in trainers.groups.values()} == {1}
     assert max(trainers.ages("peer-2:1")) >= 8
     assert set(trainers.ages("peer-0:1")) == {0}
-
-
-def test_without_a_quorum_the_fast_ones_wait() -> None:
-    trainers = Trainers(partial(DiLoCo, 20), (0.1, 0.1, 1.0), 40.0)
-    assert agree(trainers.run.simulate())
-    assert max(trainers.shares[:2]) < 0.8  # it would be less if they waited longer than for `group_wait`
 
 
 def test_a_peer_that_is_always_late_contributes_each_of_its_rounds() -> None:
@@ -372,26 +367,12 @@ def scenario(seed: int) -> tuple[Trainers, Callable[[], Coroutine[Any, Any, obje
     return trainers, disturb, cut
 
 
-SOME, ALL = range(4), range(4, 500)
-"""Seeds of the usual tests, and of the long ones besides."""
-
-
-def check(seed: int) -> None:
+@pytest.mark.parametrize("seed", rest_is_long(range(500), 4))
+def test_no_step_is_made_twice_and_after_a_cut_all_peers_agree_again(seed: int) -> None:
     trainers, disturb, cut = scenario(seed)
     survivors = trainers.run.simulate(disturb)
-    assert len(survivors) == len(trainers.sites), seed
-    assert agree(survivors), (seed, survivors)
+    assert len(survivors) == len(trainers.sites)
+    assert agree(survivors), survivors
     if not cut:  # peers that do not reach each other cannot know of each other's step, with or without a quorum
-        assert all(len(groups) == 1 for groups in trainers.groups.values()), seed
-        assert trainers.gathered == trainers.stepped, seed
-
-
-@pytest.mark.parametrize("seed", SOME)
-def test_no_step_is_made_twice_and_after_a_cut_all_peers_agree_again(seed: int) -> None:
-    check(seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", ALL)
-def test_the_same_with_many_seeds(seed: int) -> None:
-    check(seed)
+        assert all(len(groups) == 1 for groups in trainers.groups.values())
+        assert trainers.gathered == trainers.stepped

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Outcome, Receipt
+from averaging import DiLoCo, LocalSGD, Receipt
 from averaging.errors import ConfigError, TensorError
-from averaging.peer import SparseFeedback
-from averaging.peer.rounds import SPARSE_SLOWNESS
-from averaging.training import BackgroundDownload, History, Origin
 from tests.support.conservation import TrainingLedger
 from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, step, steps
 
@@ -107,42 +102,6 @@ def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
     assert max(ledger.error() for ledger in ledgers) < EXACT
 
 
-def test_a_peer_that_takes_over_other_parameters_has_no_residual(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own changes belong to parameters that nobody has."""
-    run = start()
-    opt = run.add(top_k(2), SGD)
-    with_residual(run, 0)
-
-    def take_over(_: object) -> None:
-        opt.strategy.history = History(step=3, origin=Origin(id="other"))
-
-    monkeypatch.setattr(opt._training, "take_over", take_over)
-    opt.strategy._take_over(opt._training, BackgroundDownload([], 0.0))
-    assert residual(run, 0) == []
-
-
-def test_a_peer_that_returns_with_its_checkpoint_catches_up_and_keeps_its_residual(start: Start) -> None:
-    run, ledgers = of_peers(start, 2, partial(top_k, 2))
-    train(run, 5)
-    saved, weights = copy.deepcopy(run.averagers[1].state_dict()), copy.deepcopy(run.models[1].state_dict())
-    before = residual(run, 1)
-    run.averagers[1].close()
-    seed = 50
-    while run.averagers[0].global_step != 4:  # alone, once it knows that
-        seed += 1
-        step(run, 0, seed)
-    run.add(top_k(2), SGD, model_of(3))
-    run.models[2].load_state_dict(weights)
-    run.averagers[2].load_state_dict(saved)
-    ledger = TrainingLedger(run.averagers[2], ledgers[1])
-    assert run.averagers[2].global_step == 2
-    step(run, 2, 60)
-    assert run.averagers[2].global_step == 4
-    assert equal(anchors(run, 0), anchors(run, 2))
-    assert equal(residual(run, 2), before)
-    assert ledger.error() < EXACT
-
-
 @pytest.mark.parametrize(
     "strategy", [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0), partial(top_k, 4, fragments=2)]
 )
@@ -184,20 +143,6 @@ def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
     after = residual(run, 1)
     assert len(after) > len(before) or not equal(after, before)
     assert max(ledger.error() for ledger in ledgers) < EXACT
-
-
-def test_a_failed_round_changes_nothing(start: Start) -> None:
-    receipts: list[Receipt] = []
-    run = start()
-    for _ in range(2):
-        run.add(top_k(2), SGD, group_wait=0.3, on_round=receipts.append)
-    run.meet()
-    ledger = with_residual(run, 0)
-    before = residual(run, 0)
-    steps(run, 0, range(2))
-    assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP]
-    assert equal(residual(run, 0), before)
-    assert ledger.error() < EXACT
 
 
 def test_the_residual_of_a_peer_that_is_alone_decays_and_its_steps_are_whole(start: Start) -> None:
@@ -303,56 +248,6 @@ def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptur
     assert "times as much" in texts[0]
 
 
-def test_the_steps_of_a_last_round_that_fails_are_counted_as_never_sent(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, ledgers = of_peers(start, 2, partial(top_k, 4))
-    train(run, 6)
-
-    def fails(*_: Any, **__: Any) -> None:
-        """As if no group came together."""
-
-    for number in range(2):
-        monkeypatch.setattr(strategy_of(run, number), "_begin", fails)
-    run.each(lambda number: run.averagers[number].finish(PATIENCE))
-    assert equal(run.parameters()[0], anchors(run, 0))
-    assert max(ledger.error() for ledger in ledgers) < EXACT
-
-
-def test_the_elements_are_chosen_in_the_background(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on meanwhile, and large tensors do not keep the peer from answering either."""
-    chose: list[threading.Thread] = []
-    inputs = SparseFeedback.inputs
-
-    def noted(feedback: SparseFeedback, tensors: Any) -> Any:
-        chose.append(threading.current_thread())
-        return inputs(feedback, tensors)
-
-    def trained(number: int) -> threading.Thread:
-        steps(run, number, range(100 * number, 100 * number + 8))
-        return threading.current_thread()
-
-    monkeypatch.setattr(SparseFeedback, "inputs", noted)
-    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", SPARSE_SLOWNESS * 200)
-    run, _ = of_peers(start, 2, partial(top_k, 4, delay=1, alpha=1.0))
-    training = run.each(trained)
-    assert len(chose) >= 2
-    assert not set(chose) & set(training)
-    assert not [thread for thread in chose if thread.name.startswith("the averager")]
-
-
-def test_averaging_now_keeps_the_residual(start: Start) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(top_k(4), SGD, group_size=2)
-    run.meet()
-    ledgers = [with_residual(run, number) for number in range(2)]
-    before = [residual(run, number) for number in range(2)]
-    assert all(receipt.averaged for receipt in run.each(lambda number: run.averagers[number].average_now()))
-    assert [equal(residual(run, number), before[number]) for number in range(2)] == [True, True]
-    assert max(ledger.error() for ledger in ledgers) < EXACT
-
-
 def test_rounding_to_bfloat16_is_no_change(start: Start) -> None:
     """What the parameters cannot hold of the anchors would otherwise be measured, and kept, in each round again."""
     run = start()
@@ -379,21 +274,6 @@ def test_rounding_to_bfloat16_is_no_change(start: Start) -> None:
     assert max(ledger.error() for ledger in ledgers) < EXACT
     run.each(lambda number: idle(number, 20))
     assert max(ledger.error() for ledger in ledgers) < EXACT
-
-
-def test_what_nobody_trains_is_never_sent(start: Start) -> None:
-    run = start()
-    for _ in range(2):
-        model: torch.nn.Module = model_of(0)
-        model.register_parameter("idle", torch.nn.Parameter(torch.linspace(-1, 1, 101)))
-        run.add(top_k(2, delay=1, alpha=1.0), SGD, model)
-    run.meet()
-    ledgers = [TrainingLedger(averager) for averager in run.averagers]
-    train(run, 12)
-    assert max(ledger.error() for ledger in ledgers) < EXACT
-    for number, model in enumerate(run.models):
-        assert torch.equal(model.get_parameter("idle"), torch.linspace(-1, 1, 101))
-        assert not strategy_of(run, number).own_state()["idle"].any()
 
 
 class Tied(torch.nn.Module):
@@ -424,37 +304,3 @@ def test_parameters_that_share_their_memory_are_sent_alike(start: Start) -> None
         start().add(top_k(2), SGD, Tied((24,)))
     with pytest.raises(TensorError, match=r"of another shape or fragment, of which top_k would send other elements"):
         start().add(top_k(2, fragments=2), SGD, Tied((6, 4)))
-
-
-def test_a_limit_of_the_norm_holds_for_the_change_and_not_for_the_residual(start: Start) -> None:
-    run, _ = of_peers(start, 2, partial(top_k, 2, max_norm=0.01))
-    sums: list[dict[str, torch.Tensor]] = [{}, {}]
-    for number, averager in enumerate(run.averagers):
-        begin = averager._training.begin
-
-        def counted(topic: Any, *, begin: Any = begin, number: int = number, **options: Any) -> Any:
-            for name, tensor in zip(topic.tensors.names, topic.tensors.tensors, strict=True):
-                sums[number][name] = sums[number].get(name, torch.zeros_like(tensor)) + tensor
-            return begin(topic, **options)
-
-        averager._training.begin = counted  # type: ignore[method-assign, assignment]
-    ledgers = [TrainingLedger(averager) for averager in run.averagers]
-    train(run, 12)
-    for number, ledger in enumerate(ledgers):
-        for (name, total), kept in zip(sums[number].items(), residual(run, number), strict=True):
-            torch.testing.assert_close(ledger.sent[name].float() + kept, total, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"density": 1 / 4}, "density is 0.25 at this peer, but 0.125 at 127"),
-        ({"bits": 8}, "bits is 8 at this peer, but 2 at 127"),
-        ({"mean_over": "all"}, "mean_over is all at this peer, but senders at 127"),
-    ],
-)
-def test_a_peer_with_other_options_is_refused_by_name(start: Start, options: dict[str, Any], named: str) -> None:
-    run = start()
-    run.add(top_k(2), SGD)
-    with pytest.raises(ConfigError, match=f"{named}.*; give all peers of the run the same"):
-        run.add(top_k(2, **options), SGD)
