@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from averaging import DecentralizedAverager, LocalSGD
-from averaging.data.dealing import DEFAULT_BLOCKS, LEASE_SECONDS, MAX_BLOCKS, SETTLE
 from tests.support.pages import blocks_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
@@ -53,9 +52,3 @@ def test_the_loop_over_shards_trains_each_sample_once_an_epoch() -> None:
 
     run(SHARDS.replace("1000", "7"), paths=range(12), read=read, loss_of=loss_of)
     assert sorted(seen) == sorted(3 * [float(sample) for path in range(12) for sample in read(path)])
-
-
-def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
-    assert (DEFAULT_BLOCKS, MAX_BLOCKS, SETTLE, LEASE_SECONDS) == (1024, 4096, 0.5, 600.0)
-    for words in ("about a thousand", "4096 blocks", "half a second", "600 s"):
-        assert words in PAGE

@@ -69,16 +69,6 @@ def test_copies_are_in_the_dtype_of_their_memory() -> None:
     assert torch.equal(into, short.cpu().float())
 
 
-def test_the_first_elements_are_read_before_the_last_have_arrived() -> None:
-    """A side stream that sleeps after the first chunk: the first part is here, the last one is waited for."""
-    shared = SharedTensors({"w": torch.randn(8 * CHUNK_BYTES // 4, device=GPU)})
-    (staged,) = shared.flat()
-    assert isinstance(staged, StagedTensor)
-    assert torch.equal(staged[:10], shared.tensors[0][:10].cpu())
-    assert torch.equal(staged.whole(), shared.tensors[0].cpu())
-    assert staged.has(shared.tensors[0].numel())
-
-
 def test_training_is_not_held_up_by_copies() -> None:
     """`begin` returns while the device still computes what is copied."""
     held = [torch.randn(1 << 22, device=GPU)]

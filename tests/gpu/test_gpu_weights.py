@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from averaging import WeightFollower, WeightPublisher
-from averaging.errors import StateError
 from averaging.rl.synchronizer import Synchronizer, WeightReceiver, WeightSender
 from averaging.rpc import RpcServer
 from tests.support.processes import DEADLINE, JsonProcess
@@ -60,19 +59,6 @@ async def test_a_sync_group_over_gloo_sends_what_is_on_the_gpu() -> None:
     assert all(torch.equal(received[name], tensor.cpu()) for name, tensor in state.items())
     await sender.teardown_weight_sync_group()
     await receiver.teardown_weight_sync_group()
-
-
-@pytest.mark.asyncio
-async def test_a_sender_alone_over_nccl() -> None:
-    """The collectives of one member, on one GPU."""
-    state = {"w": torch.randn(1000, 300, device=GPU)}
-    sender = WeightSender(lambda: state, backend="nccl", device="cuda")
-    host, port, _ = sender.get_weight_sync_info()
-    await sender.setup_weight_sync_group(host, port, 1, "group", 20.0, 0)
-    await sender.send(1)
-    await sender.teardown_weight_sync_group()
-    with pytest.raises(StateError):
-        await sender.send(2)
 
 
 def member(stack: ExitStack, role: str, endpoint: str, **options: object) -> JsonProcess:

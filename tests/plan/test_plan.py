@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from averaging.cli import main
 from averaging.common import duration
 from averaging.errors import ConfigError
-from averaging.plan import CODING, COPY, DAY, PeerLink, RunPlan, StrategyKind, estimate, memory_of_peer, parse_dtype
+from averaging.plan import COPY, DAY, PeerLink, RunPlan, StrategyKind, estimate, memory_of_peer, parse_dtype
 from averaging.protocol import COMPRESSIONS, CompressionType
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks/results"
@@ -64,21 +64,6 @@ def test_bytes_of_top_k_are_contributions_up_and_replies_down() -> None:
     assert estimate(SPARSE).bytes_sent == 3 / 4 * contribution * (1 + 4)  # replies hold those of all four
     union = (1 << 22) * (1 - (63 / 64) ** 32 + 1 / 8)  # a bit for each element, a byte for those that are sent
     assert estimate(replace(SPARSE, peers=32)).bytes_sent == pytest.approx(31 / 32 * (contribution + union))
-
-
-def recorded() -> list[Any]:
-    rows = json.loads((BENCHMARKS / "codecs.json").read_text())["sparse"]["rows"]
-    [row] = [row for row in rows if (row["density"], row["bits"]) == (1 / 64, 2)]
-    return [pytest.param(row, int(members), id=members) for members in row["replies"]]
-
-
-@pytest.mark.parametrize(("row", "members"), recorded())
-def test_top_k_takes_the_processor_and_the_bits_that_were_measured(row: dict[str, Any], members: int) -> None:
-    reply, run = row["replies"][str(members)], replace(SPARSE, parameters=10**9, peers=members)
-    seconds = CODING[CompressionType.TOP_K] * 4e9 / 2**30
-    assert seconds == pytest.approx(reply["seconds_of_a_billion"], rel=0.15)
-    assert 8 * run.reply_bytes / run.parameters == pytest.approx(reply["bits_a_weight"], rel=0.02)
-    assert 8 * run.contribution_bytes / run.parameters == pytest.approx(row["bits_a_weight"], rel=0.03)
 
 
 def test_a_day_is_rounds_and_the_steps_between_them() -> None:

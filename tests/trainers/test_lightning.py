@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from averaging import AveragingError, ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, Strategy
+from averaging import AveragingError, ConfigError, DecentralizedAverager, LocalSGD, Strategy
 from averaging.integrations.lightning import AveragingCallback
 from tests.support.training import Run
 from tests.trainers import page
@@ -187,13 +187,6 @@ def no_averager(folder: Path) -> None:
     trainer_of(folder, max_steps=1).fit(model, data_of(4))
 
 
-def converted_after_it_was_made(folder: Path) -> None:
-    model = Averaged(LocalSGD(4))
-    opt = model.configure_optimizers()
-    model.configure_optimizers = lambda: opt  # type: ignore[method-assign]
-    trainer_of(folder, max_steps=1, precision="64-true").fit(model, data_of(4))
-
-
 def two_schedulers(folder: Path) -> None:
     class Scheduled(Averaged):
         def configure_optimizers(self) -> Any:
@@ -203,27 +196,13 @@ def two_schedulers(folder: Path) -> None:
     trainer_of(folder, max_steps=1).fit(Scheduled(LocalSGD(4), scheduler=LinearLR), data_of(4))
 
 
-def global_steps_that_are_not_counted(folder: Path) -> None:
-    trainer_of(folder, AveragingCallback(global_steps=3)).fit(Averaged(LocalSGD(4)), data_of(4))
-
-
 @pytest.mark.parametrize(
     ("do", "told"),
     [
         (no_averager, "0 averagers among its optimizers; return one DecentralizedAverager from configure_optimizers"),
-        (converted_after_it_was_made, "moved in memory.* create the averager in configure_optimizers"),
         (two_schedulers, "returns a scheduler, and the averager has one; remove one"),
-        (global_steps_that_are_not_counted, "has no global steps; omit global_steps"),
     ],
 )
 def test_what_cannot_work_is_said_with_its_remedy(do: Callable[[Path], None], told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         do(tmp_path)
-
-
-def test_a_trainer_that_does_not_count_samples_is_advised(tmp_path: Path) -> None:
-    model = Averaged(GradientAveraging(8))
-    with pytest.raises(ConfigError, match=r"counts samples: .* averaging.integrations"):
-        trainer_of(tmp_path, lightning.Callback(), max_steps=1).fit(model, data_of(8))
-    assert model.opt is not None
-    model.opt.close()
