@@ -1,22 +1,25 @@
-"""A download over a connection that is cut: what travels in the second attempt, counted in bytes on the wire."""
+"""A download that is cut goes on where it ended: what travels again, and whom the reader believes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
 import torch
 
 from averaging import Peer
-from averaging.protocol.messages import DownloadData
+from averaging.protocol.messages import DownloadData, Resume
+from averaging.state import manifest as packing
 from averaging.state.assembler import StateAssembler
 from averaging.state.downloads import download
 from averaging.state.manifest import CHUNK_BYTES
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc import channel_options as headers
+from tests.state.test_download import Donors, equal, state
 from tests.support.listening import closed, listening
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -116,3 +119,41 @@ async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
     assert isinstance(message, DownloadData)
     assert message.tensor_part is not None
     assert message.tensor_part.buffer == torch.ones(3).numpy().tobytes()
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(packing, "MAX_JOINED", 1)
+
+
+@pytest.mark.asyncio
+async def test_a_donor_that_has_moved_on_with_the_same_bytes_gives_its_own_version(small_messages: None) -> None:
+    donors = Donors({"x:1": [state(1, version=3)], "y:1": [state(1, version=5)]}, cuts={"x:1": [3]}, resumes=True)
+    found, donor = await donors.fetch()
+    assert donor == "y:1"
+    assert equal(found, state(1, version=5))
+
+
+class Spoiling(Donors):
+    """The first donor sends zeros instead of the last bytes before it is cut."""
+
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        async with aclosing(super().download_state(endpoint, resume)) as messages:
+            number = 0
+            async for message in messages:
+                number += 1
+                part = message.tensor_part
+                if endpoint == "x:1" and number == self.cuts[endpoint][0] and part is not None:
+                    message = replace(message, tensor_part=replace(part, buffer=bytes(len(part.buffer))))
+                yield message
+
+
+@pytest.mark.asyncio
+async def test_wrong_bytes_before_a_cut_are_thrown_away_and_harm_no_sound_donor(small_messages: None) -> None:
+    """The cut is in the midst of a tensor, so that nobody has verified them."""
+    donors = Spoiling({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [5]}, resumes=True)
+    found, donor = await donors.fetch()
+    assert donors.calls == ["x:1", "y:1", "y:1"]
+    assert donor == "y:1"
+    assert equal(found, state(1))

@@ -12,17 +12,13 @@ from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.snapshot import StateCopy
 from tests.schedule_free import ScheduleFreeSGD
-from tests.support.training import PATIENCE, Run, Start, backward, batch_of, equal, model_of
+from tests.support.training import PATIENCE, Run, Start, backward, batch_of, equal, model_of, run_of
 
 STEPS = 6
 
 
 def both(start: Start, strategy: Callable[[], Strategy]) -> Run:
-    run = start()
-    for _ in range(2):
-        run.add(strategy(), ScheduleFreeSGD, group_size=2)
-    run.meet()
-    return run
+    return run_of(start, 2, strategy, ScheduleFreeSGD, group_size=2)
 
 
 def trained(run: Run, number: int, steps: int = STEPS) -> None:

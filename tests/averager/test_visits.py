@@ -11,7 +11,7 @@ import pytest
 
 import averaging
 from averaging import DiLoCo, LocalSGD, Strategy
-from tests.support.training import SGD, Start, backward, batch_of
+from tests.support.training import Start, backward, batch_of, run_of
 
 PACKAGE = averaging.__path__[0]
 
@@ -47,10 +47,7 @@ def test_a_step_with_a_round_visits_few_functions(
     visits = Visits()
     threading.setprofile(visits)
     try:
-        run = start()
-        for _ in range(2):
-            run.add(make(), SGD)
-        run.meet()
+        run = run_of(start, 2, make)
 
         def train(number: int) -> None:
             for seed in range(6):

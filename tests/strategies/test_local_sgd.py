@@ -19,9 +19,11 @@ from tests.support.training import (
     Start,
     backward,
     batch_of,
+    end_rounds,
     equal,
     model_of,
     pushed,
+    run_of,
     steps,
 )
 
@@ -48,10 +50,8 @@ def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
     assert next(run.models[0].parameters()).item() == 11.0
     for _ in range(2):
         move(1, 0.0)
-    for opt in run.averagers:
-        opt.strategy.finish(opt._training)
+    end_rounds(run)
     assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
-    assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
 
 
 def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
@@ -66,19 +66,14 @@ def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
 
 
 def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
-    run = start()
     adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
-    for _ in range(2):
-        run.add(LocalSGD(2, overlap=True, statistics=True), adam, torch.nn.Linear(3, 1, bias=False))
-    run.meet()
+    strategy = partial(LocalSGD, 2, overlap=True, statistics=True)
+    run = run_of(start, 2, strategy, adam, lambda: torch.nn.Linear(3, 1, bias=False))
     for gradient in [10.0] * 2 + [0.0] * 20:  # the second of these begins the round, and does not wait for the other
         pushed(run, 0, gradient)
     for _ in range(2):
         pushed(run, 1, 1e-3)
-    for opt in run.averagers:
-        opt.strategy.finish(opt._training)
-        assert opt.last_receipt is not None
-        assert opt.last_receipt.averaged
+    end_rounds(run)
     (state,) = run.averagers[0].state_dict()["state"].values()
     # The mean of both, decayed by 20 steps without a gradient.
     mean = (0.05 + 0.05 * 0.95) * (100 + 1e-6) / 2
@@ -103,10 +98,7 @@ def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start
     buffers["running_mean"].mul_(0.1)
     for _ in range(2):
         pushed(run, 1, 0.0)
-    for opt in run.averagers:
-        opt.strategy.finish(opt._training)
-        assert opt.last_receipt is not None
-        assert opt.last_receipt.averaged
+    end_rounds(run)
     torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # the mean, decayed since
     torch.testing.assert_close(buffers["running_mean"], torch.tensor([-40.0, 40.0, 0.0]))  # the whole change
 
@@ -136,10 +128,8 @@ def test_statistics_are_not_compressed(start: Start) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), round_timeout=2.0)
-    run.meet()
+    strategy = partial(LocalSGD, 2, statistics=True, overlap=overlap)
+    run = run_of(start, 2, strategy, partial(torch.optim.AdamW, lr=0.01), round_timeout=2.0)
 
     def step_without_head(number: int, seed: int) -> None:
         backward(run.models[number], batch_of(100 * number + seed, 4))
@@ -198,10 +188,7 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
 
 
 def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(DiLoCo(2), SGD)
-    run.meet()
+    run = run_of(start, 2, partial(DiLoCo, 2))
     with caplog.at_level(logging.WARNING, "averaging"):
         run.each(lambda number: steps(run, number, range(8)))
     assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []

@@ -16,7 +16,7 @@ import torch
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
 from averaging.training import StrategyContext
 from tests.strategies.test_strategy_proofs import Logged
-from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
+from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of, run_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
@@ -29,10 +29,7 @@ def test_what_finish_leaves_in_the_model_is_the_same_everywhere(
     start: Callable[[], Run], strategy: Callable[[], Strategy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs the code of the page at two peers with different steps since the last round."""
-    run = start()
-    for _ in range(2):
-        run.add(strategy(), partial(torch.optim.SGD, lr=0.1), group_size=2)
-    run.meet()
+    run = run_of(start, 2, strategy, partial(torch.optim.SGD, lr=0.1), group_size=2)
     said: dict[int, str] = {}
 
     def train(number: int) -> None:
@@ -168,10 +165,7 @@ class Own(Strategy):
 def test_newcomers_get_what_a_strategy_of_ones_own_has_averaged(
     start: Callable[[], Run], tensors: Callable[[StrategyContext], dict[str, torch.Tensor]]
 ) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1))
-    run.meet()
+    run = run_of(start, 2, partial(Own, tensors), partial(torch.optim.SGD, lr=0.1))
 
     def train(number: int) -> None:
         for step in range(4):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt
 from averaging.training import StrategyContext
 from averaging.training.takeover import BackgroundDownload
 from tests.support.selection import rest_is_long
-from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
+from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of, run_of
 from tests.tensors.dumb_top_k import chosen, quantised
 
 PlainSGD = partial(torch.optim.SGD, lr=0.05)
@@ -30,14 +30,6 @@ def train_apart(run: Run, steps: int) -> None:
             run.averagers[number].step()
 
     run.each(train)
-
-
-def run_of(start: Callable[[], Run], count: int, strategy: Callable[[], Strategy], optimizer: Optimizers) -> Run:
-    run = start()
-    for _ in range(count):
-        run.add(strategy(), optimizer)
-    run.meet()
-    return run
 
 
 def test_diloco_with_a_plain_outer_step_is_local_sgd(start: Callable[[], Run]) -> None:
@@ -135,10 +127,8 @@ def sparse_by_hand(peers: int, rounds: int, sync_every: int, density: float, bit
 
 @pytest.mark.parametrize("peers", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_diloco_with_top_k_is_sparseloco(start: Callable[[], Run], peers: int) -> None:
-    run = start()
-    for _ in range(peers):
-        run.add(DiLoCo(4, compression="top_k", density=1 / 16, bits=2, decay=0.9), PlainSGD, wide_model())
-    run.meet()
+    sparse = partial(DiLoCo, 4, compression="top_k", density=1 / 16, bits=2, decay=0.9)
+    run = run_of(start, peers, sparse, PlainSGD, wide_model)
 
     def train(number: int) -> None:
         for step in range(24):

@@ -13,7 +13,7 @@ import torch
 from averaging import DiLoCo, LocalSGD, Receipt
 from averaging.errors import ConfigError, TensorError
 from tests.support.conservation import TrainingLedger
-from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, step, steps
+from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, run_of, step, steps
 
 EXACT = 2e-6
 """Share of the sum of all steps that rounding to float32 may take."""
@@ -24,10 +24,7 @@ top_k = partial(DiLoCo, compression="top_k", density=1 / 8, decay=1.0)
 def of_peers(
     start: Start, count: int, strategy: Callable[[], DiLoCo], **options: Any
 ) -> tuple[Run, list[TrainingLedger]]:
-    run = start()
-    for _ in range(count):
-        run.add(strategy(), SGD, **options)
-    run.meet()
+    run = run_of(start, count, strategy, **options)
     return run, [TrainingLedger(averager) for averager in run.averagers]
 
 
@@ -85,10 +82,7 @@ def with_residual(run: Run, number: int) -> TrainingLedger:
 def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
     start: Start, strategy: Callable[[], DiLoCo]
 ) -> None:
-    run = start()
-    for _ in range(3):
-        run.add(strategy(), SGD, group_size=2)  # a group of the two other peers is full
-    run.meet()
+    run = run_of(start, 3, strategy, group_size=2)  # a group of the two other peers is full
     ledgers = [with_residual(run, number) for number in range(3)]
     before = residual(run, 2)
     steps(run, 2, range(500, 502))
@@ -250,10 +244,8 @@ def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptur
 
 def test_rounding_to_bfloat16_is_no_change(start: Start) -> None:
     """What the parameters cannot hold of the anchors would otherwise be measured, and kept, in each round again."""
-    run = start()
-    for _ in range(2):
-        run.add(top_k(2, outer=partial(torch.optim.SGD, lr=0.7)), SGD, model_of(0, torch.bfloat16))
-    run.meet()
+    strategy = partial(top_k, 2, outer=partial(torch.optim.SGD, lr=0.7))
+    run = run_of(start, 2, strategy, SGD, lambda: model_of(0, torch.bfloat16))
     ledgers = [TrainingLedger(averager) for averager in run.averagers]
 
     def idle(number: int, count: int) -> None:
@@ -290,10 +282,7 @@ class Tied(torch.nn.Module):
 
 
 def test_parameters_that_share_their_memory_are_sent_alike(start: Start) -> None:
-    run = start()
-    for _ in range(2):
-        run.add(top_k(2), SGD, Tied((6, 4)))
-    run.meet()
+    run = run_of(start, 2, partial(top_k, 2), SGD, lambda: Tied((6, 4)))
     train(run, 12)
     for number in range(2):
         one, other = residual(run, number)

@@ -127,6 +127,30 @@ class Run:
 Start = Callable[[], Run]
 
 
+def run_of(
+    start: Start,
+    count: int,
+    strategy: Callable[[], Strategy],
+    optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+    model: Callable[[], torch.nn.Module] = lambda: model_of(0),
+    **options: Any,
+) -> Run:
+    """A run of so many equal peers that know each other."""
+    run = start()
+    for _ in range(count):
+        run.add(strategy(), optimizer, model(), **options)
+    run.meet()
+    return run
+
+
+def end_rounds(run: Run) -> None:
+    """Waits for the results of the rounds in progress; all peers have averaged."""
+    for averager in run.averagers:
+        averager.strategy.finish(averager._training)
+        assert averager.last_receipt is not None
+        assert averager.last_receipt.averaged
+
+
 def step(run: Run, number: int, seed: int, samples: int = 4, **options: Any) -> None:
     backward(run.models[number], batch_of(seed, samples))
     run.averagers[number].step(**options)
