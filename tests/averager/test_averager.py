@@ -38,14 +38,6 @@ def test_it_is_an_optimizer_with_the_inner_ones_attributes(make: Make) -> None:
     assert opt.state[model.weight]["momentum_buffer"] is not None
 
 
-def test_the_number_of_steps_of_a_0_dim_parameter_is_no_statistic_of_it(make: Make) -> None:
-    scale = torch.nn.Parameter(torch.tensor(2.0))
-    opt = make(torch.optim.Adam([scale]))
-    scale.pow(2).backward()  # type: ignore[no-untyped-call]
-    opt.step()
-    assert list(opt._training.statistics()) == ["exp_avg/group0.param0", "exp_avg_sq/group0.param0"]
-
-
 def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.LBFGS(model.parameters(), max_iter=3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from averaging.common import event_loop_thread
 from averaging.common.event_loop_thread import EventLoopThread
 from averaging.errors import ClosedError
 
@@ -87,39 +85,6 @@ def test_runs_in_one_loop_until_it_is_closed() -> None:
     assert room.happened == ["entered", "left"]
     assert not living_threads()
     thread.close()
-
-
-def test_what_the_coroutine_raises_is_raised_and_harms_nothing() -> None:
-    thread = EventLoopThread(Room().context(), NAME)
-
-    async def fail() -> None:
-        raise ValueError("no")
-
-    async def cancel_itself() -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(ValueError, match="no"):
-        thread.run(fail())
-    with pytest.raises(asyncio.CancelledError):
-        thread.run(cancel_itself())
-    assert thread.run(asyncio.sleep(0, "still there")) == "still there"
-    thread.close()
-
-
-@pytest.mark.parametrize("too_late", ["for its loop", "to begin"])
-def test_closed_between_a_look_at_it_and_the_call_it_refuses_as_well(
-    too_late: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_loop_thread, "SIGNAL_PERIOD", 0.01)
-    thread = EventLoopThread(Room().context(), NAME)
-    thread.close()
-    monkeypatch.setattr(thread, "check", lambda: None)
-    if too_late == "to begin":
-        monkeypatch.setattr(thread._loop, "call_soon_threadsafe", lambda *_: None)
-    coroutine = asyncio.sleep(0)
-    with pytest.raises(ClosedError, match="the thread under test has been closed"):
-        thread.run(coroutine)
-    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 def test_closing_ends_the_calls_that_nobody_waits_for() -> None:

@@ -17,15 +17,7 @@ import torch
 
 import averaging
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
-from averaging.errors import (
-    ClosedError,
-    ConfigError,
-    JoinError,
-    RoundError,
-    StateError,
-    TensorError,
-    WaitTimeoutError,
-)
+from averaging.errors import ClosedError, ConfigError, JoinError, RoundError, StateError, TensorError, WaitTimeoutError
 from averaging.testing.discovery import MemoryDiscovery
 from tests.support.alone import Make, backward, linear, train
 

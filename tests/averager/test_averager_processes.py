@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
-from averaging.errors import ClosedError, PeerUnreachableError, StateError
+from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
 from tests.support.processes import JsonProcess
@@ -123,20 +123,6 @@ def test_three_of_them_are_equal_too_and_weigh_as_configured(make: Make) -> None
     assert [receipt.gathered[first.endpoint] for receipt in receipts] == [{"loss": 0.5}] * 3
     for model, _ in pairs:
         assert torch.allclose(model.weight, torch.full((2, 3), 5 / 3))
-
-
-def test_a_step_whose_on_round_closes_the_averager_says_that_it_was_closed(make: Make) -> None:
-    pairs = [make(strategy=DiLoCo(1))]
-    pairs.append(make(strategy=DiLoCo(1), join=[pairs[0][1].endpoint], on_round=lambda receipt: pairs[1][1].close()))
-    for model, averager in pairs:
-        assert averager.wait_for_peers(2, 100)
-        model(torch.ones(4, 3)).pow(2).mean().backward()
-    with ThreadPoolExecutor(2) as pool:
-        first, second = [pool.submit(averager.step) for _, averager in pairs]
-        first.result(100)
-        with pytest.raises(ClosedError, match="the averager of run 'test' has been closed"):
-            second.result(100)
-    assert pairs[0][1].global_step == 1
 
 
 # Newcomers

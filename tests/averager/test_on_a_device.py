@@ -12,7 +12,7 @@ from averaging.weights.snapshot import begin_copy, seal
 from tests.gpu.device_runs import CODES, STRATEGIES, trained
 from tests.gpu.device_states import check_committed_states
 from tests.gpu.separate_device import moved, separate_device, to_separate
-from tests.support.training import Run, model_of
+from tests.support.training import Start, model_of
 
 EVERYDAY = ["gradients", "local, overlap", "diloco, fragments"]
 """Those that copy in different ways; the others take longer than they find."""
@@ -45,21 +45,18 @@ async def test_newcomers_get_what_was_committed() -> None:
     await check_committed_states(separate_device(), 1000)
 
 
-def test_a_newcomer_takes_over_a_state() -> None:
-    run = Run()
-    try:
-        adamw = partial(torch.optim.AdamW, lr=0.01)
-        run.add(DiLoCo(2), adamw, moved(model_of(0)))
-        for _ in range(4):
-            # Not by backward(): torch counts devices as it computes its first gradient, perhaps in an earlier test.
-            for parameter in run.models[0].parameters():
-                parameter.grad = torch.ones_like(parameter)
-            run.averagers[0].step()
-        newcomer = run.add(DiLoCo(2), adamw, moved(model_of(1)))
-        assert newcomer.global_step == run.averagers[0].global_step == 2
-        assert all(map(equal_on_cpu, *(model.parameters() for model in run.models)))
-    finally:
-        run.close()
+def test_a_newcomer_takes_over_a_state(start: Start) -> None:
+    run = start()
+    adamw = partial(torch.optim.AdamW, lr=0.01)
+    run.add(DiLoCo(2), adamw, moved(model_of(0)))
+    for _ in range(4):
+        # Not by backward(): torch counts devices as it computes its first gradient, perhaps in an earlier test.
+        for parameter in run.models[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        run.averagers[0].step()
+    newcomer = run.add(DiLoCo(2), adamw, moved(model_of(1)))
+    assert newcomer.global_step == run.averagers[0].global_step == 2
+    assert all(map(equal_on_cpu, *(model.parameters() for model in run.models)))
 
 
 def equal_on_cpu(one: torch.Tensor, other: torch.Tensor) -> bool:

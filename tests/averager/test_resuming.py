@@ -82,10 +82,7 @@ async def relaying(endpoint: str) -> AsyncIterator[tuple[Relay, str]]:
 @pytest.mark.asyncio
 async def test_after_a_cut_only_the_rest_travels() -> None:
     readers: list[StateAssembler] = []
-    async with (
-        Peer(TENSORS, run_id="run", stall_timeout=5.0) as donor,
-        relaying(donor.endpoint) as (relay, endpoint),
-    ):
+    async with Peer(TENSORS, run_id="run", stall_timeout=5.0) as donor, relaying(donor.endpoint) as (relay, endpoint):
 
         def read(reader: StateAssembler) -> None:
             readers.append(reader)
@@ -108,10 +105,7 @@ async def test_after_a_cut_only_the_rest_travels() -> None:
     "told", ["", "5", "-1 " + "0" * 64, "4 " + "0" * 64, "9" * 30 + " " + "0" * 64, "4 " + "z" * 64, "4  x", "\u0661 "]
 )
 async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
-    async with (
-        Peer([torch.ones(3)], run_id="run") as donor,
-        grpc.aio.insecure_channel(donor.endpoint) as channel,
-    ):
+    async with Peer([torch.ones(3)], run_id="run") as donor, grpc.aio.insecure_channel(donor.endpoint) as channel:
         call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.DOWNLOAD_STATE.path)
         value = told if told.isascii() else told.encode()
         name = headers.RESUME if told.isascii() else f"{headers.RESUME}-bin"

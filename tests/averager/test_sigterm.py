@@ -87,12 +87,3 @@ def test_a_peer_that_is_asked_to_leave_costs_the_others_nothing(strategy: str) -
             assert not [event for event in rounds if event["dropped"]]
             assert [event["left"] for event in rounds if event["left"]] == [[endpoint]]
             assert {event["outcome"] for event in rounds} <= {"averaged", "no_group"}
-
-
-@pytest.mark.long
-def test_leaving_on_sigterm_can_be_switched_off() -> None:
-    with ExitStack() as stack:
-        peers = three(stack, "local", options={"leave_on": []})
-        peers[2].signal(signal.SIGTERM)
-        assert peers[2].wait() == -signal.SIGTERM
-        assert "has left" not in peers[2].stderr

@@ -140,8 +140,7 @@ def test_a_divided_site_that_dies_comes_back(stack: ExitStack, strategy: str, de
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("death", "dies"),
-    [("before the round", 0), ("before the round", 1), ("in the round", 0), ("in the download", 0)],
+    ("death", "dies"), [("before the round", 0), ("before the round", 1), ("in the round", 0), ("in the download", 0)]
 )
 def test_a_site_with_ddp_that_dies_comes_back(stack: ExitStack, death: str, dies: int) -> None:
     check_goes_on(stack, "diloco", "ddp", death, dies)

@@ -54,17 +54,6 @@ def test_an_evaluation_changes_no_bit_of_the_training_weights(
     assert same(bits(model), trained)
 
 
-def test_weights_that_were_replaced_during_an_evaluation_stay(
-    model: torch.nn.Linear, opt: DecentralizedAverager
-) -> None:
-    opt.eval()
-    with torch.no_grad():
-        model.weight.fill_(5.0)
-    opt.train()
-    z = opt.state[model.weight]["z"]
-    assert torch.allclose(model.weight, (1 - BETA) * z + BETA * 5.0)
-
-
 def test_a_step_with_the_evaluation_weights_is_refused_at_once(
     model: torch.nn.Linear, opt: DecentralizedAverager
 ) -> None:

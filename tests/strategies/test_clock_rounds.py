@@ -95,11 +95,7 @@ def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody
     assert agree([first, second, newcomer])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: LocalSGD("10s"), lambda: DiLoCo("10s", quorum=2)],
-    ids=["local", "quorum"],
-)
+@pytest.mark.parametrize("make", [lambda: LocalSGD("10s"), lambda: DiLoCo("10s", quorum=2)], ids=["local", "quorum"])
 def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_of_the_run(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy]
 ) -> None:

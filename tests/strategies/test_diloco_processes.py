@@ -81,20 +81,6 @@ def test_local_steps_that_are_in_the_others_result_are_not_put_on_top_where_on_r
     assert [parameter.item() for (parameter,) in run.parameters()] == [1.0, 1.0]  # the mean of 0 and 2
 
 
-@pytest.mark.parametrize("strategy", [partial(DiLoCo, 1), partial(GradientAveraging, 4)])
-def test_a_group_that_is_too_small_for_all_is_warned_of_once(
-    start: Start, strategy: Callable[[], Strategy], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without the warning nothing shows that some peers never take part in a step."""
-    run = run_of(start, 3, strategy, group_size=2, group_wait=0.1)
-    run.wait_for_progress(0, 0, of=2)
-    for seed in range(2):
-        step(run, 0, seed, **({"batch_size": 4} if isinstance(run.averagers[0].strategy, GradientAveraging) else {}))
-    warnings = [record.getMessage() for record in caplog.records if "group_size" in record.getMessage()]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("3 peers make global steps together, but group_size is 2: ")
-
-
 def test_a_result_that_comes_between_forward_and_backward_leaves_the_buffers_alone(start: Start) -> None:
     run = start()
     for _ in range(2):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from contextlib import aclosing
 from functools import partial
 
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
-from averaging.common.event_loop_thread import EventLoopThread
-from averaging.protocol.group import group_key
+from averaging import DiLoCo, LocalSGD, Outcome, Receipt
 from tests.support.training import (
-    PATIENCE,
     SGD,
     Start,
     backward,
@@ -154,37 +149,6 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
     first, second = (opt.state_dict()["state"] for opt in run.averagers)
     for place in range(4):
         torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
-
-
-def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
-    """An auxiliary looks for a group all the time."""
-    run = start()
-    opt = run.add(LocalSGD(1000), SGD)
-    shapes = dict(run.models[0].named_parameters())
-    auxiliary = Peer(shapes, run_id="test", join=[opt.endpoint], mode="auxiliary", group_wait=PATIENCE)
-    thread = EventLoopThread(auxiliary, "the auxiliary")
-    topic = opt._training.topic("", opt._training.tensors)
-
-    async def declared(by: str) -> float | None:
-        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
-            async for looking in changes:
-                if by in looking:
-                    break
-        return opt._peer.declared_until(topic)
-
-    def awaited_once_looking(by: str) -> float | None:
-        return opt._thread.run(asyncio.wait_for(declared(by), PATIENCE))
-
-    try:
-        thread.start(auxiliary.average())
-        assert awaited_once_looking(auxiliary.endpoint) is None
-        trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
-        run.meet()
-        trains._training.begin(start_size=8, search_timeout=PATIENCE)
-        declared_until = awaited_once_looking(trains.endpoint)
-        assert declared_until is not None, (opt._peer.discovery.get(group_key("test", "")), opt._peer.progress)
-    finally:
-        thread.close()
 
 
 def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,12 +92,3 @@ def test_a_member_that_gives_up_while_preparing_announces_it(cancelled: bool) ->
     for result in simulation.results.values():
         codes = {lost.endpoint: lost.code for lost in result.dropped}
         assert codes == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
-
-
-def test_the_rounds_deadline_holds_while_a_member_prepares() -> None:
-    simulation = simulated()
-    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 1000.0)
-    virtual_time.run(simulation.run())
-    assert not simulation.results[SLOWEST].received_any
-    for name in ("peer:1", "peer:3", "peer:4"):
-        assert [lost.endpoint for lost in simulation.results[name].dropped] == [SLOWEST]

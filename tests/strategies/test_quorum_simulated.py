@@ -329,11 +329,7 @@ def test_peers_that_cannot_make_a_step_say_why_once(
 
     monkeypatch.setattr(MemoryTransport, "download_state", failing)
     trainers = Trainers(
-        partial(DiLoCo, 20, delay=5, quorum=3),
-        (0.1,) * 4,
-        40.0,
-        {2: (60, 6.0)},
-        lives={3: (0.15, 12.0)},
+        partial(DiLoCo, 20, delay=5, quorum=3), (0.1,) * 4, 40.0, {2: (60, 6.0)}, lives={3: (0.15, 12.0)}
     )
     trainers.run.simulate()
     said = [record.getMessage() for record in caplog.records if "no step of the run" in record.getMessage()]

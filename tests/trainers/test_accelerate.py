@@ -98,21 +98,6 @@ def test_samples_are_those_of_the_batches_behind_a_step() -> None:
     assert strategy.told == [8, 8, 5, 8, 5, 3]
 
 
-def test_weights_by_samples_get_what_the_loop_counts() -> None:
-    accelerator = Accelerator(cpu=True)
-    model, data = accelerator.prepare(torch.nn.Linear(3, 1), data_of(21))
-    told: list[int] = []
-    with averager_of(model, weight="samples") as opt:
-        loop = AveragingLoop(accelerator, opt)
-        opt.register_step_post_hook(lambda _, arguments, options: told.append(options["batch_size"]))
-        for x, y in data:
-            with loop.accumulate(model, samples=100 * len(x)):
-                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-    assert told == [400, 400, 400, 400, 400, 100]
-
-
 @pytest.mark.parametrize("options", [{"strategy": GradientAveraging(8)}, {"weight": "samples"}])
 def test_a_step_without_samples_is_advised_how_to_count_them(options: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True)

@@ -20,7 +20,7 @@ from averaging.errors import ConfigError, StateError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
 from tests.engine.language_models import language_model, save_language_model
-from tests.support.processes import averaging_command, averaging_process
+from tests.support.processes import averaging_process
 from tests.weights.test_weights import Publishing
 
 pytestmark = pytest.mark.integrations
@@ -224,14 +224,3 @@ def test_the_command_serves_follows_and_ends(tmp_path: Path) -> None:
         server.expect("done")
         assert server.wait() == 0
         assert server.stderr == ""
-
-
-def test_wrong_usage_is_said(tmp_path: Path) -> None:
-    for arguments, text in (
-        ((str(tmp_path),), "has no config.json"),
-        ((str(tmp_path), "--run-id", "a"), "--run-id needs --follow"),
-        ((str(tmp_path / "no"),), "has no config.json"),
-    ):
-        ended = averaging_command("serve", *arguments)
-        assert ended.returncode == 2
-        assert text in ended.stderr

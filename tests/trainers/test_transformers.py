@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import SimpleQueue
@@ -322,15 +321,3 @@ def test_what_cannot_work_is_said_with_its_remedy(do: Callable[[Any, Any], objec
     trainer = Trainer(model_of(), arguments_of(tmp_path, max_steps=1), train_dataset=data_of(4))
     with averager_of(trainer) as opt, pytest.raises(ConfigError, match=told):
         do(trainer, opt)
-
-
-def test_what_has_no_effect_or_undoes_the_end_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"lr_scheduler_type": "cosine", "eval_strategy": "steps", "save_strategy": "steps"}
-    arguments = arguments_of(tmp_path, **options, load_best_model_at_end=True, max_steps=1)
-    trainer = Trainer(model_of(), arguments, train_dataset=data_of(4), eval_dataset=data_of(4))
-    with averager_of(trainer) as opt, caplog.at_level(logging.WARNING, "averaging.integrations"):
-        AveragingCallback(opt).attach(trainer)
-    told = [record.getMessage() for record in caplog.records if record.name == "averaging.integrations"]
-    assert len(told) == 2
-    assert "load_best_model_at_end replaces the weights" in told[0]
-    assert "lr_scheduler_type and warmup_steps have no effect; pass a scheduler" in told[1]

@@ -111,15 +111,6 @@ def test_the_current_run_is_taken_if_none_is_given_and_another_logger_gets_the_r
     assert receipts == [RECEIPT] * 3
 
 
-def test_a_run_that_has_ended_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with wandb.init(project="example") as run:
-        rounds = WandbRounds(run)
-    rounds(RECEIPT)
-    rounds(RECEIPT)
-    (warning,) = warnings(caplog)
-    assert "is finished" in warning
-
-
 def test_neither_rounds_nor_calls_that_count_their_own_steps_are_lost(tmp_path: Path) -> None:
     with wandb.init(project="example") as run:
         rounds = WandbRounds(run)
