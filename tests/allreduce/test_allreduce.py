@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
-from averaging.errors import RoundError
 from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import COMPRESSIONS, AveragingData, CompressionType, MessageCode
 from averaging.receipts.receipt import DropCode
@@ -52,27 +51,6 @@ def test_lossy_codecs_give_all_members_the_same_bytes(compression: CompressionTy
         assert (tensor.double() - wanted).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize("compression", [CompressionType.FLOAT16, CompressionType.BLOCKWISE_INT8])
-def test_deltas_keep_the_local_value_up_to_the_error_of_the_codec(compression: CompressionType) -> None:
-    simulation = Simulation(3, nodes(4), [(300,)], compression=compression, reply=ReplyForm.DELTA, part_size_bytes=256)
-    virtual_time.run(simulation.run())
-    for name in simulation.results:
-        assert_close(simulation.tensors[name], simulation.mean(), 0.05)
-
-
-def test_weights() -> None:
-    members = [Member(f"peer:{port + 1}", weight=weight) for port, weight in enumerate([0.0, 1.0, 2.5, 1e3])]
-    simulation = Simulation(1, members)
-    virtual_time.run(simulation.run())
-    for tensors in simulation.tensors.values():
-        assert_close(tensors, simulation.mean(), 1e-5)
-
-
-def test_weights_that_sum_to_zero_are_an_error_before_the_round() -> None:
-    with pytest.raises(RoundError, match="sum to zero"):
-        Simulation(1, [Member("a:1", weight=0.0), Member("b:1", weight=0.0), Member("c:1", mode=Mode.AUXILIARY)])
-
-
 @pytest.mark.parametrize(("clients", "auxiliaries"), list(itertools.product(range(3), range(3))))
 def test_clients_and_auxiliaries(clients: int, auxiliaries: int) -> None:
     members = nodes(2)
@@ -88,12 +66,6 @@ def test_clients_and_auxiliaries(clients: int, auxiliaries: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(after, simulation.before[member.endpoint], strict=True))
         else:
             assert_close(after, simulation.mean(), 1e-6)
-
-
-def test_a_client_and_an_auxiliary_alone() -> None:
-    simulation = Simulation(7, [Member("client::1", mode=Mode.CLIENT), Member("aux:1", mode=Mode.AUXILIARY)])
-    virtual_time.run(simulation.run())
-    assert_close(simulation.tensors["client::1"], simulation.mean(), 1e-6)
 
 
 @pytest.mark.parametrize("seed", rest_is_long(range(40), 10))
@@ -205,17 +177,6 @@ def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
             assert dropped.reason
 
 
-async def stream(simulation: Simulation, *messages: AveragingData) -> list[AveragingData]:
-    """What peer:1 answers to a stream of another peer."""
-
-    async def outgoing() -> object:
-        for message in messages:
-            yield message
-
-    stranger = simulation.network.transport("stranger:1")
-    return [reply async for reply in stranger.aggregate_part("peer:1", outgoing())]  # type: ignore[arg-type]
-
-
 def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
     simulation = Simulation(1, nodes(3))
     serve = simulation.rounds["peer:1"].aggregate_part
@@ -234,22 +195,6 @@ def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
     for name, result in simulation.results.items():
         assert result.dropped == ()
         assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("name", ["stranger:1", "peer:2", "peer:1"])
-def test_unknown_senders_and_second_streams_are_refused_and_the_round_goes_on(name: str) -> None:
-    simulation = Simulation(1, nodes(3), [(400,)])
-    answers: list[AveragingData] = []
-
-    async def intrude(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-        await asyncio.sleep(0.06)
-        first = AveragingData(MessageCode.PART_FOR_AVERAGING, simulation.group.group_id, name)
-        answers.extend(await stream(simulation, first))
-
-    virtual_time.run(simulation.run(intrude))
-    assert [answer.code for answer in answers] == [MessageCode.PROTOCOL_VIOLATION]
-    for tensors in simulation.tensors.values():
-        assert_close(tensors, simulation.mean(), 1e-6)
 
 
 def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -99,40 +96,6 @@ async def test_a_reducer_that_dies(foreign: Foreign) -> None:
         wanted = group.ours.clone()
         wanted[group.own_parts] = group.of_all[group.own_parts]
         assert torch.equal(await group.ends(without=True, kept_local=PARTS // 2 * ELEMENTS), wanted)
-
-
-async def test_a_reducer_that_fails_and_then_sends(foreign: Foreign) -> None:
-    """It is dropped as a reducer before its first part arrives; as a sender it still takes part."""
-    lost = Heard(": dropped ")
-    with lost.on("averaging.allreduce"):
-        async with group_with(foreign, client=False, replies=[reply(code="INTERNAL_ERROR")]) as group:
-            async with asyncio.timeout(DEADLINE):
-                await lost.event.wait()
-            await ends_with_local_values(group, 0)
-
-
-class Heard(logging.Handler):
-    """Waits for a log message."""
-
-    def __init__(self, words: str) -> None:
-        super().__init__(logging.INFO)
-        self.words, self.event = words, asyncio.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.words in record.getMessage():
-            self.event.set()
-
-    @contextmanager
-    def on(self, name: str) -> Generator[None, None, None]:
-        found = logging.getLogger(name)
-        level = found.level
-        found.setLevel(logging.INFO)
-        found.addHandler(self)
-        try:
-            yield
-        finally:
-            found.removeHandler(self)
-            found.setLevel(level)
 
 
 async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:

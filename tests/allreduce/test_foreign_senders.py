@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.foreign.driver import Foreign, as_bytes, gather, our_peer
-from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, averages, group_with, values
+from tests.foreign.groups import BROKEN_PARTS, PART, PARTS, group_with, values
 from tests.support.selection import rest_is_long
 
 pytestmark = [
@@ -137,19 +137,6 @@ async def test_a_sender_whose_connection_breaks(foreign: Foreign) -> None:
         assert torch.equal(await group.good_sends(), wanted)
         assert torch.equal(await group.ends(without=True), wanted)
         await asyncio.gather(sending, return_exceptions=True)
-
-
-async def test_a_part_is_answered_as_soon_as_every_sender_has_sent_it(foreign: Foreign) -> None:
-    async with group_with(foreign, client=True, stall_timeout=3.0) as group:
-        first, *_ = await group.messages(group.bad)
-        sending = group.bad_sends([first], ends=False)
-        good = asyncio.ensure_future(group.good_sends())
-        await group.has_taken(1)
-        await group.has_taken(PARTS, group.good)
-        answered, cancelled = await sending
-        assert cancelled == {"code": "CANCELLED"}
-        assert torch.equal(averages(answered), group.of_all[:ELEMENTS])
-        assert torch.equal((await good)[ELEMENTS:], group.without_bad[ELEMENTS:])
 
 
 async def test_replies_come_in_the_compression_of_the_request(foreign: Foreign) -> None:

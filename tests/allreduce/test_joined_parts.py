@@ -6,17 +6,15 @@ import asyncio
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce import Part, RoundResult
+from averaging.allreduce import RoundResult
 from averaging.allreduce.part_forms import forms_of
 from averaging.allreduce.partition import partition
-from averaging.errors import ProtocolViolationError
 from averaging.protocol import (
     MEAN,
     Aggregation,
@@ -28,7 +26,6 @@ from averaging.protocol.messages import COMPRESSIONS
 from averaging.tensors import Schema, TensorSpec, codec_of, decode_slices, encode, encode_slices
 from averaging.testing import virtual_time
 from tests.support.rounds import Simulation, nodes
-from tests.support.swarm import Swarm
 
 NONE, FLOAT16, INT8, TOP_K = (
     CompressionType.NONE,
@@ -94,17 +91,6 @@ def test_each_slice_is_encoded_as_if_it_were_alone(compression: CompressionType,
 
 
 @pytest.mark.parametrize("compression", DENSE)
-@pytest.mark.parametrize("change", [-1, 1])
-def test_joined_slices_of_a_wrong_length_are_refused(compression: CompressionType, change: int) -> None:
-    wire = encode_slices(torch.ones(30), compression, [10, 20])
-    buffer = bytes(wire.buffer)[:change] if change < 0 else bytes(wire.buffer) + b"x"
-    with pytest.raises(ProtocolViolationError):
-        decode_slices(wire.with_buffer(buffer), torch.float32, [10, 20])
-    with pytest.raises(ProtocolViolationError):
-        decode_slices(replace(wire, compression=99), torch.float32, [10, 20])
-
-
-@pytest.mark.parametrize("compression", DENSE)
 def test_a_round_gives_the_same_with_joined_parts(compression: CompressionType) -> None:
     shapes = [(number % 7 + 1,) for number in range(20)] + [(3, 50), (), (0,)]
     rounds = {}
@@ -136,25 +122,3 @@ def test_a_member_that_dies_leaves_whole_parts(seed: int) -> None:
     virtual_time.run(simulation.run(disturb))
     for name in simulation.results.keys() - {victim}:
         simulation.assert_between_the_means(name, sorted(simulation.results.keys() - {victim}))
-
-
-def test_peers_join_their_parts() -> None:
-    swarm = Swarm(5)
-    numbers = [[torch.full((number % 5,), float(peer)) for number in range(200)] for peer in range(4)]
-
-    async def main() -> None:
-        options = {"group_size": 4, "share_state": False, "part_size_bytes": 1 << 14}
-        peers = [swarm.peer(f"peer:{number}", one, **options) for number, one in enumerate(numbers, start=1)]
-        receipts = await swarm.average_together(peers, 3)
-        assert all(receipt.averaged and not receipt.dropped for own in receipts for receipt in own)
-
-    swarm.simulate(main())
-    assert all(bool((tensor == 1.5).all()) for own in numbers for tensor in own)
-
-
-def test_a_part_says_what_belongs_to_which_tensor() -> None:
-    schema = schema_of([(2, ("float32", NONE)), (3, ("float32", NONE))])
-    ((part,),) = partition(schema, [1.0], joins=True)
-    divided = [(piece.tensor, piece.start, values.tolist()) for piece, values in part.divide(torch.arange(5.0))]
-    assert divided == [(0, 0, [0.0, 1.0]), (1, 0, [2.0, 3.0, 4.0])]
-    assert part != Part.of(0, 0, 5)

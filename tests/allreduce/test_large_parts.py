@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from averaging.allreduce import LARGE_PART_BYTES, Part
+from averaging.allreduce import Part
 from averaging.allreduce.partition import large_part_bytes, partition
 from averaging.matchmaking import rules
 from averaging.protocol import Aggregation, AggregationKind, CompressionType, JoinRequest, Member, Mode, pack_gather
@@ -58,16 +58,6 @@ def test_large_parts_have_the_same_elements_at_the_same_reducers(compression: Co
 def test_what_depends_on_the_parts_keeps_those_of_the_schema(options: dict[str, object]) -> None:
     schema = schema_of(9000, 7001, part_size_bytes=2048, **options)
     assert partition(schema, [1.0, 1.0], joins=True, large=True) == partition(schema, [1.0, 1.0], joins=True)
-
-
-@pytest.mark.parametrize(
-    ("mib", "reducers", "expected"), [(64, 2, 2), (64, 4, 1), (256, 2, 4), (256, 4, 2), (4096, 8, 4), (1, 2, 1)]
-)
-def test_large_parts_leave_the_memory_of_a_round_small(mib: int, reducers: int, expected: int) -> None:
-    schema = schema_of(mib * MIB // 4, part_size_bytes=MIB)
-    assert large_part_bytes(schema, reducers) == expected * MIB
-    assert large_part_bytes(schema_of(mib * MIB // 4, part_size_bytes=8 * MIB), reducers) == 8 * MIB
-    assert LARGE_PART_BYTES == 4 * MIB
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce.part_forms import Part, forms_of
-from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
+from averaging.allreduce.partition import busiest_link, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import CompressionType, TopK
@@ -121,18 +121,6 @@ def test_shares_against_bisection(members: list[Member]) -> None:
     assert math.fsum(result) == pytest.approx(1)
 
 
-@given(st.lists(st.floats(0.01, 1e6), min_size=3, max_size=8), st.data())
-def test_no_other_shares_are_faster(bandwidths: list[float], data: st.DataObject) -> None:
-    def slowest(division: list[float]) -> float:
-        return max((1 + (len(bandwidths) - 2) * s) / b for s, b in zip(division, bandwidths, strict=True) if s > 0)
-
-    best = shares(group(*bandwidths))
-    weights = data.draw(st.lists(st.integers(0, 1000), min_size=len(best), max_size=len(best)).filter(any))
-    moved = data.draw(st.sampled_from([1.0, 0.1, 1e-3]))
-    other = [(1 - moved) * s + moved * w / sum(weights) for s, w in zip(best, weights, strict=True)]
-    assert slowest(best) <= slowest(other) * (1 + 1e-9)
-
-
 def test_a_group_without_reducers_is_refused() -> None:
     with pytest.raises(RoundError, match="clients"):
         shares(group(1.0, None, clients=[0, 1]))
@@ -157,31 +145,6 @@ def test_part_size_counts_bytes_on_the_wire() -> None:
     assert lengths(partition(schema((10,), part_size=16, code=CompressionType.UNIFORM_8BIT), [1.0])) == [[10]]
     mixed = Schema((TensorSpec("a", "float64", (4,)), TensorSpec("b", "bfloat16", (9,))), 16)
     assert lengths(partition(mixed, [1.0])) == [[2, 2, 8, 1]]
-
-
-@pytest.mark.parametrize(
-    ("code", "each"),
-    [
-        (CompressionType.NONE, 4),
-        (CompressionType.MEANSTD_16BIT, 2),
-        (CompressionType.FLOAT16, 2),
-        (CompressionType.QUANTILE_8BIT, 1),
-        (CompressionType.UNIFORM_8BIT, 1),
-        (CompressionType.BFLOAT16, 2),
-        (CompressionType.BLOCKWISE_INT8, 1),
-    ],
-)
-def test_sizes_on_the_wire(code: CompressionType, each: int) -> None:
-    both = schema((6, 2), (3,), part_size=5 * each, code=code)
-    (parts,) = partition(both, [1.0])
-    assert packed_sizes(forms_of(both), parts) == [5 * each, 5 * each, 2 * each, 3 * each]
-    assert packed_size(forms_of(both), both.part_size_bytes, 2) == 15 * each
-
-
-def test_first_wins_a_tie() -> None:
-    assert lengths(partition(schema((12,), part_size=16), [1.0, 1.0])) == [[4, 4], [4]]
-    assert lengths(partition(schema((4,), part_size=16), [1.0] * 4)) == [[4], [], [], []]
-    assert lengths(partition(schema((4,), part_size=16), [1.0, 2.0, 1.0])) == [[], [4], []]
 
 
 def test_the_last_interval_ends_with_the_last_element() -> None:
@@ -238,24 +201,6 @@ def test_parts_against_counting(drawn: list[tuple[int, ...]], shares: list[float
     shares = [*shares, 1.0]  # with a trailing 0 the last element may have no owner, see above
     tensors = schema(*drawn, part_size=4 * length)
     assert partition(tensors, shares) == dumb_partition(tensors, shares, length)
-
-
-@given(shapes, some_shares, st.integers(1, 40))
-def test_parts_cover_everything_once_and_in_order(
-    drawn: list[tuple[int, ...]], shares: list[float], length: int
-) -> None:
-    tensors = schema(*drawn, part_size=4 * length)
-    parts = partition(tensors, shares)
-    assert len(parts) == len(shares)
-    assert not any(mine for mine, share in zip(parts, shares, strict=True) if share == 0)
-    elements = [
-        (part.tensor, element)
-        for mine in parts
-        for part in mine
-        for element in range(part.slices[0].start, part.slices[0].stop)
-    ]
-    assert elements == [(number, i) for number, spec in enumerate(tensors.tensors) for i in range(spec.numel)]
-    assert all(0 < part.numel <= length for mine in parts for part in mine)
 
 
 # --- the largest elements of each block -----------------------------------------------------------

@@ -13,7 +13,6 @@ from averaging.allreduce.shard_reducer import (
     RobustReducer,
     ShardReducer,
     aggregate,
-    cap_weights,
     centered_clip,
 )
 from averaging.protocol.group import Aggregation, AggregationKind, parse_aggregation
@@ -86,13 +85,6 @@ def test_the_bias_of_clipping_does_not_depend_on_the_distance_of_false_values(
     assert result.item() == pytest.approx(false * tau / (count - false), rel=1e-4)
 
 
-def test_seven_false_values_of_sixteen_shift_the_result_by_7_778_at_tau_ten() -> None:
-    values = [torch.full((4,), 0.0) for _ in range(9)] + [torch.tensor([1e9, 0.0, 0.0, 0.0])] * 7
-    assert aggregate(Aggregation(AggregationKind.CLIP, 10.0), values, [1.0] * 16).norm().item() == pytest.approx(
-        7.778, abs=1e-3
-    )
-
-
 @pytest.mark.parametrize("rule", ["median", "trimmed:3", "clip:1"])
 @given(
     seed=st.integers(0, 2**32), false=st.sampled_from([1e6, -1e6, 3e38, float("inf"), float("nan")]),
@@ -109,18 +101,6 @@ def test_three_false_members_of_eight_have_a_bounded_effect(rule: str, seed: int
         assert (result - stacked.mean(dim=0)).norm() < 20
     else:
         assert ((stacked.amin(dim=0) - 1e-5 <= result) & (result <= stacked.amax(dim=0) + 1e-5)).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-@given(value=st.floats(-(2.0**100), 2.0**100, width=32), count=st.integers(1, 9))
-def test_equal_contributions_are_kept(rule: str, value: float, count: int) -> None:
-    result = aggregate(parse_aggregation(rule), [torch.full((3,), value)] * count, [1.0] * count)
-    assert result.dtype == torch.float32
-    assert result.tolist() == pytest.approx([value] * 3, rel=1e-6)
-
-
-def test_weights_are_capped_at_their_median() -> None:
-    assert cap_weights([1.0, 2.0, 4.0, 1e30, 1e-3]) == [0.5, 1.0, 1.0, 1.0, 5e-4]
 
 
 def test_members_left_after_trimming_count_however_small_their_weights() -> None:

@@ -15,10 +15,8 @@ from averaging.allreduce import stream_limits
 from averaging.allreduce.stream_limits import (
     MAX_HOLD_SECONDS,
     MIN_PARTS,
-    WINDOW_BYTES,
     SendWindow,
     send_limits,
-    window_bytes,
 )
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
@@ -151,22 +149,6 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     assert simulation.seconds < 2.0  # 100 parts of 4 bytes to each, and a window of 3 · 64 bytes
     assert_mean(simulation)
     assert max(account.most.values()) == MIN_PARTS * 64 // 4
-
-
-@pytest.mark.parametrize(
-    ("part_bytes", "reducers", "expected"),
-    [
-        (MIB, 1, 8 * MIB),
-        (MIB, 2, 4 * MIB),
-        (MIB, 3, 3 * MIB),
-        (MIB, 7, 3 * MIB),
-        (64 * MIB, 1, 192 * MIB),
-        (1024, 0, 8 * MIB),
-    ],
-)
-def test_window_bytes(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
-    monkeypatch.setattr(stream_limits, "WINDOW_BYTES", WINDOW_BYTES)  # undo the fixture
-    assert window_bytes(part_bytes, reducers) == expected
 
 
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 100))

@@ -139,22 +139,3 @@ def test_a_client_that_comes_late_is_named_by_its_leader_and_nobody_else_is(seed
             waited = {account.endpoint: account.waited for account in receipt.accounts}
             assert (waited[client] is None) == (receipt.endpoint != client)
     assert all(one.step_rate is None for receipt in receipts for one in receipt.accounts)  # nobody trains
-
-
-def test_an_auxiliary_is_not_waited_for_and_sees_who_is() -> None:
-    swarm = Swarm(1)
-    peers = patient(swarm, [Mode.AUXILIARY, Mode.NODE, Mode.NODE, Mode.NODE])
-    for receipt in averaging(swarm, peers, [0.0, 10.0, 10.1, 15.0])[:3]:
-        assert named(receipt) == ("3:1", pytest.approx(4.9, abs=0.1))
-    swarm = Swarm(2)
-    peers = patient(swarm, [Mode.NODE, Mode.NODE, Mode.NODE, Mode.AUXILIARY])
-    for receipt in averaging(swarm, peers, [0.0, 0.1, 0.2, 5.0]):
-        assert receipt.last_to_arrive is None
-
-
-def test_who_waits_so_long_that_it_declares_itself_anew_has_not_come_later_for_that() -> None:
-    swarm = Swarm(1)
-    peers = patient(swarm, [Mode.NODE] * 3, group_wait=2.0)
-    for receipt in averaging(swarm, peers, [0.0, 0.1, 15.0])[:2]:
-        assert named(receipt) == ("2:1", pytest.approx(14.9, abs=0.2))
-        assert all(one.waited is None or one.waited > 14.0 for one in receipt.accounts if one.endpoint != "2:1")

@@ -161,28 +161,6 @@ def test_elements_that_only_members_of_weight_0_sent_are_not_averaged() -> None:
     assert average_of({}) is None
 
 
-def test_zeros_of_all_are_counted_and_those_of_others_are_not() -> None:
-    some = {"a": (given_by({1: 4.0}), 1.0), "b": (given_by({2: 4.0}), 3.0)}
-    of_senders, of_all = average_of(some), average_of(some, MeanOver.ALL)
-    assert of_senders is not None
-    assert of_all is not None
-    assert of_senders.dense().tolist() == [0.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert of_all.dense().tolist() == [0.0, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_a_member_without_a_change_makes_nobody_shorter() -> None:
-    still = (given_by({1: 0.0, 2: 0.0}), 1.0)
-    average = average_of({"a": still, "b": still, "c": (given_by({1: 6.0, 5: 2.0}), 1.0)})
-    assert average is not None
-    assert average.dense().tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]
-
-
-def test_a_contribution_alone_is_the_average() -> None:
-    average = average_of({}, local=(given_by({1: 0.1, 6: LARGEST}), 1e-300))
-    assert average is not None
-    assert average.dense().tolist() == given_by({1: 0.1, 6: LARGEST}).part.dense().tolist()
-
-
 @given(st.lists(st.floats(0, 1e300, allow_subnormal=False), min_size=1, max_size=9))
 @example([0.0, 0.0])
 @example([5e-324, 1e300])

@@ -14,17 +14,9 @@ from averaging.allreduce.round_tally import (
     Lag,
     RoundResult,
     RoundTally,
-    code_of,
     find_straggler,
 )
 from averaging.allreduce.stream_limits import send_limits
-from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    PeerUnreachableError,
-    ProtocolViolationError,
-    ViolationKind,
-)
 from averaging.protocol.group import Group, Member, Mode
 from averaging.receipts.receipt import DropCode, Dropped, Straggler
 from averaging.testing import virtual_time
@@ -162,25 +154,3 @@ def test_data_of_another_member_counts_only_if_something_was_averaged() -> None:
     assert not played((1.0, "b")).received_any
     assert not played(averaged=True).received_any
     assert played((1.0, "b"), averaged=True).received_any
-
-
-def test_a_share_is_a_fraction_of_all_elements_and_0_without_elements() -> None:
-    assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
-
-    async def main() -> RoundResult:
-        return RoundTally(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
-
-    assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
-        (CallRefusedError("a:1", "no"), DropCode.REFUSED),
-        (ProtocolViolationError("NaN", kind=ViolationKind.NON_FINITE), DropCode.NON_FINITE),
-        (AveragingError("?"), DropCode.PROTOCOL_VIOLATION),
-    ],
-)
-def test_codes_of_errors(error: AveragingError, code: DropCode) -> None:
-    assert code_of(error) is code

@@ -26,7 +26,6 @@ from tests.support.swarm import Swarm, scalars
 LEADER, STRANGER, ME = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
 GATHER = pack_gather(1.0, None, Mode.NODE)
-CLIENT = "client::0b5e6ff2-6a0f-4a3e-9c1b-2f8f6f0d8d11"
 
 
 class OneLeader(OneLane):
@@ -39,17 +38,10 @@ class OneLeader(OneLane):
     async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         self.asked.append(endpoint)
         yield MessageFromLeader(MessageCode.ACCEPTED)
-        gathers = tuple(pack_gather(1.0, None, Mode.CLIENT if m is CLIENT else Mode.NODE) for m in self.members)
+        gathers = (GATHER,) * len(self.members)
         yield MessageFromLeader(
             MessageCode.BEGIN_ALLREDUCE, bytes(20), ordered_group_endpoints=self.members, gathered=gathers
         )
-
-
-class Differing(OneLeader):
-    """The network: all other peers average other tensors."""
-
-    async def get_schema(self, endpoint: str) -> Schema:
-        return Schema((TensorSpec("w", "float32", (4,), CompressionType.NONE),), 1024)
 
 
 def matchmaking(
@@ -133,49 +125,6 @@ def test_an_excluded_peer_is_not_followed_as_a_suggestion(broke: bool) -> None:
     assert (STRANGER in network.asked) is not broke
 
 
-@pytest.mark.parametrize("suggested", [ME, "169.254.169.254:80", STRANGER])
-def test_only_other_peers_that_discovery_knows_are_followed_as_suggestions(suggested: str) -> None:
-    network = Redirects(suggested)
-    with pytest.raises(NoGroupError):
-        search(network)
-    assert set(network.asked) == {LEADER}
-
-
-@pytest.mark.parametrize("accepts", [False, True])
-@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
-def test_following_suggestions_ends_when_the_search_is_over(accepts: bool, mode: Mode) -> None:
-    """Otherwise it would ask three more peers that are slow to answer, long after its deadline."""
-    names = [f"192.0.2.{number}:1" for number in range(10, 14)]
-
-    class Slow(OneLeader):
-        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-            self.asked.append(endpoint)
-            suggested = names[(names.index(endpoint) + 1) % len(names)]
-            await asyncio.sleep(2.5)
-            if accepts:
-                yield MessageFromLeader(MessageCode.ACCEPTED)
-            yield MessageFromLeader(
-                MessageCode.GROUP_DISBANDED if accepts else MessageCode.NOT_A_LEADER, suggested_leader=suggested
-            )
-
-    network = Slow()
-
-    async def main() -> float:
-        registry = MemoryRegistry(clock=virtual_time.clock, delay=0.0, rng=random.Random(1))
-        async with MemoryDiscovery(registry) as discovery:
-            now = virtual_time.clock()
-            await discovery.store(group_key("run", ""), names[0], pack_looking(True), now + 1)
-            for name in names:
-                await discovery.store("run.peers", name, b"", now + 60)
-            found = matchmaking(network, discovery, CLIENT if mode is Mode.CLIENT else ME)
-            with pytest.raises(NoGroupError):
-                await found.find_group(pack_gather(1.0, None, mode), now + 2)
-            return virtual_time.clock() - now
-
-    assert virtual_time.run(main()) < 2 + 3
-    assert network.asked == names[:1]
-
-
 @pytest.mark.parametrize("accepts", [False, True])
 def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart(accepts: bool) -> None:
     swarm = Swarm(1)
@@ -204,23 +153,3 @@ def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart
         assert receipt.outcome is Outcome.AVERAGED, receipt
         assert len(receipt.members) == 4
         assert receipt.seconds < (5 + 3 + 1 if accepts else 5)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_another_schema_counts_only_from_a_peer_that_discovery_knows(named: bool) -> None:
-    """Any caller can send any hash; only a peer with a record shows that the run has other tensors."""
-
-    async def main() -> BaseException | None:
-        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
-            found = matchmaking(Differing(), discovery)
-            now = virtual_time.clock()
-            if named:
-                await discovery.store("run.others", STRANGER, b"", now + 60)
-            searching = asyncio.create_task(found.find_group(GATHER, now + 5))
-            await asyncio.sleep(1)
-            replies = found.join_group(JoinRequest(STRANGER, b"another", now + 60, GATHER))
-            assert [reply.code async for reply in replies] == [MessageCode.BAD_SCHEMA_HASH]
-            await asyncio.wait([searching])
-            return searching.exception()
-
-    assert ("averages something else" in str(virtual_time.run(main()))) is named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -73,37 +73,6 @@ def test_a_reducer_that_was_suspended_still_waits_for_the_first_message(suspende
             return [reply.code async for reply in peer._entered.service.aggregate_part(messages())]
 
     assert swarm.simulate(main()) == [MessageCode.BAD_GROUP_ID]
-
-
-def test_a_sender_of_an_unknown_group_is_refused_in_time_during_a_search() -> None:
-    """A group that never gets full does not delay a sender of another one."""
-    swarm = Swarm(1)
-
-    async def main() -> tuple[list[MessageCode], float]:
-        async def messages() -> AsyncGenerator[AveragingData, None]:
-            yield AveragingData(MessageCode.PART_FOR_AVERAGING, bytes(20), "peer:3")
-
-        async with AsyncExitStack() as stack:
-            entered = [
-                await stack.enter_async_context(
-                    swarm.peer(name, [torch.ones(3)], stall_timeout=1.0, group_size=3, group_wait=60.0)
-                )
-                for name in NODES
-            ]
-            looking = [asyncio.create_task(peer.average()) for peer in entered]
-            await asyncio.sleep(5.0)
-            [leader] = [peer for peer in entered if not peer.status.leader]
-            began = asyncio.get_running_loop().time()
-            refused = [reply.code async for reply in leader._entered.service.aggregate_part(messages())]
-            seconds = asyncio.get_running_loop().time() - began
-            for task in looking:
-                task.cancel()
-            await asyncio.wait(looking)
-            return refused, seconds
-
-    refused, seconds = swarm.simulate(main())
-    assert refused == [MessageCode.BAD_GROUP_ID]
-    assert seconds == pytest.approx(1.0, abs=0.4)
 
 
 def test_a_sender_that_opens_a_stream_and_sends_nothing_is_not_waited_for_longer() -> None:

@@ -4,47 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 from collections.abc import AsyncGenerator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from averaging import Mode, Outcome
+from averaging import Mode
 from averaging.matchmaking import Conduct, Matchmaking, SearchConfig
-from averaging.matchmaking.rules import MIN_HEAD_START, pack_looking
+from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
-from averaging.timing.deadlines import MIN_WAITS, Phase
+from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.transport.base import Transport
 from tests.support.fake_transport import OneLane
-from tests.support.swarm import Swarm, scalars
-
-
-@pytest.mark.long
-def test_many_seeds_of_ordinary_swarms_find_whole_groups_at_once() -> None:
-    """Also in later rounds, in which it is known how fast others answer."""
-    looking: list[float] = []
-    for seed in range(20):
-        rng = random.Random(seed)
-        count = rng.randrange(2, 33)
-        latency = rng.choice([(0.001, 0.02), (0.01, 0.01), (0.001, 0.05), (0.001, 0.3), (0.1, 0.15)])
-        swarm = Swarm(seed, latency=latency, delay=rng.choice([0.0, 0.02, 0.1]))
-        peers = [
-            swarm.peer(f"peer:{number}", [tensor], group_size=count, group_wait=5.0, round_timeout=20.0)
-            for number, tensor in enumerate(scalars(count, seed), 1)
-        ]
-        for receipt in (receipt for own in swarm.simulate(swarm.average_together(peers, 3)) for receipt in own):
-            assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
-            assert (len(receipt.members), receipt.dropped) == (count, ()), f"seed {seed}: {receipt}"
-            looking.append(receipt.seconds - receipt.allreduce_seconds)
-    # When candidates were asked one after the other, it was 0.70 s and 0.177 s.
-    assert max(looking) < 0.7
-    assert statistics.mean(looking) < 0.2
-
 
 ME, FIRST, SECOND, FOLLOWER = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
@@ -99,19 +74,98 @@ def searcher(leaders: Leaders, discovery: MemoryDiscovery, conduct: Conduct, gro
     return Matchmaking(config, SCHEMA, cast("Transport", leaders), discovery, conduct=conduct)
 
 
+async def find(
+    leaders: Leaders, conduct: Conduct, *names: str, mode: Mode = Mode.NODE, apart: float = 1.0
+) -> Group:
+    """The group that is found among leaders that have declared to wait for 10 s, each so many seconds longer."""
+    async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
+        now = virtual_time.clock()
+        for number, name in enumerate(names):
+            await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + apart * number)
+        return await searcher(leaders, discovery, conduct).find_group(pack_gather(1.0, None, mode), now + 30)
+
+
 def search(leaders: Leaders, conduct: Conduct | None = None, silent: int = 0) -> Group:
     """The group that is found among the two leaders and the `silent` ones before them, which do not answer."""
+    names = [*(f"192.0.2.8:{number + 1}" for number in range(silent)), FIRST, SECOND]
+    return virtual_time.run(find(leaders, conduct or Conduct(), *names))
 
-    async def main() -> Group:
+
+async def seconds(leaders: Leaders, deadlines: Deadlines, *names: str, **options: Any) -> float:
+    """How long a search takes."""
+    began = virtual_time.clock()
+    await find(leaders, Conduct(deadlines), *names, **options)
+    return virtual_time.clock() - began
+
+
+def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
+    lower, leaders = 0.5, Leaders(first=100.0, second=0.02, decide=(0.0, 0.0))
+
+    async def main() -> None:
+        deadlines = Deadlines(lower, 10.0)
+        assert await seconds(leaders, deadlines, FIRST, SECOND) == pytest.approx(VERDICT_SECONDS, abs=0.2)
+        usual = [await seconds(leaders, deadlines, SECOND) for _ in range(MIN_WAITS)]
+        # It missed one before, so it gets twice what one gets who is new.
+        assert await seconds(leaders, deadlines, FIRST, SECOND) <= max(usual) + 4 * lower + 0.1
+
+        fresh = Deadlines(lower, 10.0)
+        for _ in range(MIN_WAITS):
+            await seconds(leaders, fresh, SECOND)
+        assert await seconds(leaders, fresh, FIRST, SECOND) <= max(usual) + 2 * lower + 0.1
+
+    virtual_time.run(main())
+
+
+def test_a_leader_that_has_accepted_may_decide_until_its_declaration_expires() -> None:
+    async def main() -> None:
+        deadlines = Deadlines(0.5, 10.0)
+        for decides_after, took in [*[(0.0, 0.02)] * MIN_WAITS, (9.0, 9.02)]:
+            leaders = Leaders(first=0.02, second=0.02, decide=(decides_after, 0.0))
+            assert await seconds(leaders, deadlines, FIRST) == pytest.approx(took, abs=0.1)
+
+    virtual_time.run(main())
+
+
+def test_a_client_waits_for_a_silent_leader_until_its_declaration_expires() -> None:
+    async def main() -> None:
+        leaders = Leaders(first=0.02, second=0.02, decide=(100.0, 0.0))  # the first accepts and sends nothing more
+        waited = await seconds(leaders, Deadlines(0.5, 10.0), FIRST, SECOND, mode=Mode.CLIENT, apart=9.0)
+        assert waited == pytest.approx(10 + CLOCK_TOLERANCE, abs=0.2)  # and not its own 30 s
+
+    virtual_time.run(main())
+
+
+def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request() -> None:
+    """Otherwise it could be in two groups at once."""
+
+    async def main() -> None:
         async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
             now = virtual_time.clock()
-            names = [*(f"192.0.2.8:{number + 1}" for number in range(silent)), FIRST, SECOND]
-            for number, name in enumerate(names):
-                await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + number)
-            found = searcher(leaders, discovery, conduct or Conduct())
-            return await found.find_group(GATHER, now + 30)
+            await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
+            found = searcher(Leaders(first=1.0, second=9.0), discovery, Conduct(), group_size=2)
+            searching = asyncio.create_task(found.find_group(GATHER, now + 30))
+            await asyncio.sleep(0.1)
+            replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
+            assert (await anext(replies)).code is MessageCode.ACCEPTED
+            decided = await anext(replies)
+            assert (decided.code, decided.suggested_leader) == (MessageCode.GROUP_DISBANDED, FIRST)
+            assert set((await searching).endpoints) == {FIRST, ME}
+            await replies.aclose()
 
-    return virtual_time.run(main())
+    virtual_time.run(main())
+
+
+def test_a_peer_that_stood_still_counts_no_other_as_silent() -> None:
+    conduct, leaders = Conduct(), Leaders(first=0.05, second=0.01)
+    for _ in range(MIN_WAITS):
+        conduct.deadlines.record(FIRST, Phase.VERDICT, 0, 0.01, 0.0)
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.045, virtual_time.stand_still, 5.0)
+        assert (await find(leaders, conduct, FIRST, SECOND)).leader == FIRST
+        assert leaders.asked == [FIRST]
+
+    virtual_time.run(main())
 
 
 def test_the_first_leads_if_it_answers_within_its_head_start() -> None:
@@ -193,24 +247,5 @@ def test_a_complete_group_waits_no_longer_than_a_head_start(cancelled: bool) -> 
                 assert list(leaders.left) == [FIRST]
             await asyncio.wait([searching])
             await replies.aclose()
-
-    virtual_time.run(main())
-
-
-def test_a_peer_that_stood_still_counts_no_other_as_silent() -> None:
-    conduct = Conduct()
-    for _ in range(MIN_WAITS):
-        conduct.deadlines.record(FIRST, Phase.VERDICT, 0, 0.01, 0.0)
-    leaders = Leaders(first=0.05, second=0.01)
-
-    async def main() -> None:
-        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
-            now = virtual_time.clock()
-            for number, name in enumerate((FIRST, SECOND)):
-                await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + number)
-            found = searcher(leaders, discovery, conduct)
-            asyncio.get_running_loop().call_later(0.045, virtual_time.stand_still, 5.0)
-            assert (await found.find_group(GATHER, now + 30)).leader == FIRST
-        assert leaders.asked == [FIRST]
 
     virtual_time.run(main())
