@@ -9,7 +9,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.discovery.gossip.membership import RING, BroadcastRing, all_others, peer_hash
+from averaging.discovery.gossip.membership import BroadcastRing, all_others
 
 
 def names(count: int) -> list[str]:
@@ -60,44 +60,3 @@ def test_a_broadcast_over_different_views_ends_and_reaches_no_peer_twice(count: 
     assert peers[0] not in reached
     # The origin reaches at least its direct branches.
     assert len(reached) >= min(fanout, len(views[peers[0]]) - (peers[0] in views[peers[0]]))
-
-
-@given(
-    st.sets(st.integers(0, 50), max_size=30),
-    st.integers(0, RING - 1),
-    st.integers(0, RING - 1),
-    st.integers(1, 6),
-    st.integers(0, 50),
-)
-def test_branches_are_disjoint_and_cover_the_range(
-    numbers: set[int], start: int, end: int, fanout: int, own: int
-) -> None:
-    peers = [f"peer-{number}:1" for number in numbers]
-    me = f"peer-{own}:1"
-
-    def inside(number: int, low: int, high: int) -> bool:
-        return low <= number <= high if low <= high else number >= low or number <= high
-
-    branches = BroadcastRing(peers).branches(me, start, end, fanout)
-    expected = {peer for peer in peers if peer != me and inside(peer_hash(peer), start, end)}
-    assert Counter(name for branch in branches for name in branch.candidates) == Counter(expected)
-    assert len(branches) <= fanout + 1
-    for branch in branches:
-        assert branch.candidates
-        assert all(inside(peer_hash(name), branch.start, branch.end) for name in branch.candidates)
-        assert not inside(peer_hash(me), branch.start, branch.end)
-        assert all(not inside(other.start, branch.start, branch.end) for other in branches if other is not branch)
-
-
-def test_a_peer_always_sends_to_the_same_few() -> None:
-    peers = names(256)
-    ring = BroadcastRing(peers)
-    partners: dict[str, set[str]] = {peer: set() for peer in peers}
-    for origin in peers[::8]:
-        waiting = deque([(origin, *all_others(origin))])
-        while waiting:
-            endpoint, start, end = waiting.popleft()
-            for branch in ring.branches(endpoint, start, end, 4):
-                partners[endpoint].add(branch.candidates[0])
-                waiting.append((branch.candidates[0], branch.start, branch.end))
-    assert max(map(len, partners.values())) < 40

@@ -145,27 +145,3 @@ def test_a_follower_waits_no_longer_for_a_silent_leader() -> None:
 
     # It may have asked once more just before the end.
     assert virtual_time.run(main()) < TIMEOUT + CLOCK_TOLERANCE + 3.0 + CLOCK_TOLERANCE
-
-
-def test_a_declaration_that_expires_while_it_is_replaced_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As with followers whose leader begins when their own declaration expires."""
-    clock = Clock()
-
-    class Late(MemoryDiscovery):
-        async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-            if value == pack_looking(False):
-                clock.behind -= expiration - clock()
-            await super().store(key, subkey, value, expiration)
-
-    async def main() -> None:
-        async with Late(MemoryRegistry(clock=clock, rng=random.Random(1))) as discovery:
-            matchmaking = matchmaking_of(MemoryNetwork(random.Random(3)).transport(ME), discovery, clock)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
-
-    virtual_time.run(main())
-    assert clock.behind < 0
-    assert not caplog.records

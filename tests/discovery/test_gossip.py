@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.record import Ed25519Identity, UnsignedIdentity
-from averaging.protocol.messages import Record, Rumour
+from averaging.discovery.gossip.identity import Ed25519Identity, UnsignedIdentity
+from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
-from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, now, until
+from tests.support.gossip_swarm import KEY, PEERS, GossipSwarm, everywhere, in_an_hour, joined, now, until
 from tests.support.selection import rest_is_long
 
 # Spreading
@@ -149,23 +149,5 @@ def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> 
         await until(everywhere(peers, KEY, {"a:1"}), within=1)
         swarm.network.cut(*(frozenset([name]) for name in swarm.hosts))
         await until(everywhere(peers, KEY, set()), within=5)
-
-    swarm.simulate(main())
-
-
-def test_a_withdrawal_beats_the_old_record_that_arrives_late() -> None:
-    swarm = GossipSwarm(7)
-
-    async def main() -> None:
-        a, b = await swarm.grow(2)
-        await a.store(KEY, "a:1", b"", virtual_time.clock() + 10)
-        (old,) = a.list_records(KEY)
-        await a.withdraw(KEY, "a:1")
-        await asyncio.sleep(1)
-        assert await b.push(RUN, (Rumour(old),)) == ()
-        assert b.get(KEY) == {}
-        await asyncio.sleep(8.9)
-        assert await b.push(RUN, (Rumour(old),)) == ()
-        assert b.get(KEY) == {}
 
     swarm.simulate(main())

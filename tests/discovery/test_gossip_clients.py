@@ -10,7 +10,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.errors import CallRefusedError, ConfigError
+from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
 
@@ -115,8 +115,3 @@ def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
             assert len(await anext(stream)) == 12
 
     swarm.simulate(main())
-
-
-def test_a_client_needs_a_peer_to_join() -> None:
-    with pytest.raises(ConfigError, match="needs a peer to join"):
-        GossipDiscovery(RUN, "client::x", GossipSwarm().network.transport(None))

@@ -81,15 +81,3 @@ def test_a_peer_that_stood_still_while_others_called_it_logs_no_clock(caplog: py
 
     swarm.simulate(main())
     assert warnings(caplog) == {}
-
-
-def test_a_client_logs_the_source_of_its_stream(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = GossipSwarm(46)
-
-    async def main() -> None:
-        await joined(swarm.start("a:1"))
-        await joined(swarm.start(None, ["a:1"], clock=clock(40.0)))
-        await asyncio.sleep(10)
-
-    swarm.simulate(main())
-    assert warnings(caplog) == {"a:1": "40 s behind"}

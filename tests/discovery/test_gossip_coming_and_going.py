@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -75,22 +74,6 @@ def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_o
         assert set(first.get(KEY)) == {"peer-1:1"}
         swarm.network.thaw("peer-1:1")
         await until(lambda: first.endpoints() == {"peer-0:1", "peer-1:1"}, within=lifetime)
-
-    swarm.simulate(main())
-
-
-def test_a_peer_that_stood_still_beyond_its_expiration_is_back_at_once() -> None:
-    """A rumour carries the late renewal; exchanges would take longer."""
-    quiet = GossipSettings(exchange_interval=1000.0, retry_interval=1000.0)
-    swarm = GossipSwarm(settings=quiet)
-
-    async def main() -> None:
-        await joined(swarm.start("a:1"))
-        swarm.settings = replace(quiet, peer_lifetime=3.0)
-        await joined(swarm.start("sleepy:1", ["a:1"]))
-        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 1)
-        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 3.5)
-        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 8)
 
     swarm.simulate(main())
 
@@ -171,48 +154,6 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
     swarm.simulate(main())
 
 
-def test_a_peer_that_joined_after_its_presence_record_expired_is_seen_at_once() -> None:
-    swarm = GossipSwarm(18)
-
-    async def main() -> None:
-        waiting = swarm.start("a:1", ["late:1"], join_timeout=100.0)
-        await asyncio.sleep(60)
-        await joined(swarm.start("late:1"))
-        await joined(waiting)
-        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
-        assert swarm["late:1"].refused == {}
-
-    swarm.simulate(main())
-
-
-def test_a_peer_that_stood_still_while_it_joined_goes_on() -> None:
-    swarm = GossipSwarm(16)
-
-    async def main() -> None:
-        sleeper = swarm.start("a:1", ["late:1"], join_timeout=10.0)
-        await asyncio.sleep(5)
-        await joined(swarm.start("late:1"))
-        virtual_time.stand_still(60)
-        await joined(sleeper)
-        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
-
-    swarm.simulate(main())
-
-
-def test_a_seed_that_comes_late_is_found() -> None:
-    swarm = GossipSwarm(15)
-
-    async def main() -> None:
-        await joined(swarm.start("a:1"))
-        await joined(swarm.start("b:1", ["a:1", "late:1"]))
-        await asyncio.sleep(60)
-        await joined(swarm.start("late:1"))
-        everybody = [host.discovery for host in swarm.hosts.values()]
-        await until(everywhere(everybody, PEERS, {"a:1", "b:1", "late:1"}), within=20)
-
-    swarm.simulate(main())
-
-
 def test_a_partitioned_run_becomes_one_again() -> None:
     swarm = GossipSwarm(16)
 
@@ -258,29 +199,6 @@ def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
         await asyncio.sleep(60)
         assert all("peer-3:1" in members(peer) for peer in peers)
         assert all(peer.get(KEY)["peer-3:1"].value == b"new" for peer in peers)
-
-    swarm.simulate(main())
-
-
-def test_of_two_owners_of_a_place_in_a_partitioned_run_one_holds_it_afterwards() -> None:
-    swarm = GossipSwarm(19)
-
-    async def main() -> None:
-        peers = await swarm.grow(8)
-        names = list(swarm.hosts)
-        swarm.network.cut(frozenset(names[:4]), frozenset(names[4:]))
-        await peers[5].store(KEY, "x:1", b"first", in_an_hour())
-        await asyncio.sleep(0.1)
-        await peers[2].store(KEY, "x:1", b"second", in_an_hour())
-        await asyncio.sleep(1)
-        await peers[2].store(KEY, "x:1", b"second, renewed", in_an_hour())
-        await asyncio.sleep(5)
-        assert {peer.get(KEY)["x:1"].value for peer in peers} == {b"first", b"second, renewed"}
-        swarm.network.heal()
-        await until(lambda: all(peer.get(KEY)["x:1"].value == b"first" for peer in peers), within=20)
-        await asyncio.sleep(20)
-        await peers[5].withdraw(KEY, "x:1")
-        await until(lambda: all(peer.get(KEY)["x:1"].value == b"second, renewed" for peer in peers), within=1)
 
     swarm.simulate(main())
 
@@ -365,19 +283,5 @@ def test_a_leaving_peer_writes_no_more_records() -> None:
         assert "peer-1:1" not in members(leaving)
         assert "peer-1:1" not in members(swarm["peer-0:1"])
         swarm.network.thaw("peer-2:1")
-
-    swarm.simulate(main())
-
-
-def test_leaving_a_frozen_network_ends_in_time() -> None:
-    swarm = GossipSwarm(22)
-
-    async def main() -> None:
-        await swarm.grow(8)
-        for number in range(1, 8):
-            swarm.network.freeze(f"peer-{number}:1")
-        before = now()
-        await swarm.stop("peer-0:1")
-        assert swarm.settings.leave_timeout <= now() - before < swarm.settings.leave_timeout + 0.2
 
     swarm.simulate(main())

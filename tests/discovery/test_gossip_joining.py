@@ -51,20 +51,6 @@ def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> Non
     swarm.simulate(main())
 
 
-def test_a_seed_that_is_restarted_in_the_right_run_is_joined() -> None:
-    swarm = GossipSwarm(53)
-
-    async def main() -> None:
-        await joined(swarm.start("b:1", run_id="another"))
-        host = swarm.start("a:1", ["b:1"], join_timeout=20.0)
-        await asyncio.sleep(0.1)
-        await swarm.stop("b:1")
-        await joined(swarm.start("b:1"))
-        await joined(host)
-
-    swarm.simulate(main())
-
-
 # What is logged meanwhile
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits, UnsignedIdentity
-from averaging.errors import CallRefusedError, ConfigError
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, until
@@ -137,8 +137,3 @@ def test_no_peer_can_make_the_run_repeat_a_rumour() -> None:
         assert pushed_by_peers <= 8 * (swarm.settings.fanout + 1)
 
     swarm.simulate(main())
-
-
-def test_a_peer_needs_an_endpoint() -> None:
-    with pytest.raises(ConfigError, match="cannot be a peer's endpoint"):
-        GossipDiscovery(RUN, "nowhere", GossipSwarm().network.transport("nowhere"))

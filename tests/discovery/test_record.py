@@ -22,7 +22,6 @@ from averaging.discovery.gossip.record import (
     signed_bytes,
 )
 from averaging.discovery.gossip.record_table import RecordTable
-from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
 
 NOW = 1_700_000_000.0
@@ -176,56 +175,7 @@ def test_a_withdrawal_outlives_the_record_by_all_clocks() -> None:
     assert (taken_back.withdrawn, taken_back.value) == (True, b"")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("k", "s", b"x" * 1025, NOW + 1),
-        ("k" * 257, "s", b"", NOW + 1),
-        ("k", "", b"", NOW + 1),
-        ("k", "s", b"", NOW),
-        ("k", "s", b"", NOW + 3601),
-        ("k", "s", b"", float("nan")),
-    ],
-)
-def test_an_author_writes_no_record_that_others_would_refuse(arguments: tuple[str, str, bytes, float]) -> None:
-    with pytest.raises(DiscoveryError, match="cannot store"):
-        Author("run", Ed25519Identity(), LIMITS).write(*arguments, NOW, None)
-
-
 # How tables merge
-
-
-def test_a_withdrawal_beats_a_late_old_record_until_that_expires() -> None:
-    t, old = table(), record()
-    assert t.merge(withdrawal(old, 11), NOW).is_new
-    assert not t.merge(old, NOW).is_new
-    assert t.read(old.key) == {}
-    assert not t.has_subkey(old.subkey)
-    assert t.expire(NOW + 12.9) == []
-    assert len(t) == 1
-    t.expire(NOW + 13)
-    assert len(t) == 0
-    assert t.state_hash == 0
-    assert t.merge(old, NOW + 13).reason is Reason.EXPIRED
-
-
-def test_the_first_owner_holds_a_place_until_its_record_expires_and_then_the_next_one() -> None:
-    t = table()
-    t.merge(record(claimed=10, expiration=NOW + 5), NOW)
-    foreign = t.merge(record(owner=OWNERS[1], version=99, claimed=20, value=b"foreign"), NOW)
-    assert (foreign.is_new, foreign.reason, foreign.change) == (True, Reason.FOREIGN, None)
-    assert t.read("run.0b")["a:1"].value == b"v"
-    (change,) = t.expire(NOW + 5)
-    assert change.after is not None
-    assert change.after.owner == OWNERS[1]
-    assert t.read("run.0b")["a:1"].value == b"foreign"
-
-
-def test_an_owner_cannot_withdraw_the_record_of_another() -> None:
-    t = table()
-    t.merge(record(), NOW)
-    t.merge(withdrawal(record(owner=OWNERS[1]), 99), NOW)
-    assert set(t.read("run.0b")) == {"a:1"}
 
 
 def test_a_full_table_refuses_new_records_and_accepts_updates() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +19,6 @@ MIXED = 1e-9
 """The variance over the peers, 1 at the start, below which they count as mixed."""
 
 Values = NDArray[np.float64]
-
-
-class Failure(Enum):
-    """What is lost with a peer that fails in a round. It keeps its value in any case."""
-
-    CONTRIBUTION = auto()
-    """The peer is in a group, but neither gives nor takes anything; the others average without it. All move on."""
-    SHARD = auto()
-    """So, and if it was to reduce the value, nobody in its group has an average. All move on."""
-    PLACE = auto()
-    """The peer is in no group and looks again under its old key."""
 
 
 class GroupBits:
@@ -50,44 +38,37 @@ class GroupBits:
             for peer in range(count)
         ]
         self.members = [Member(f"peer:{peer + 1}") for peer in range(count)]
-        self.alone = 0  # how many found no group in the last round
 
-    def round(self, probability: float = 0.0, failure: Failure = Failure.CONTRIBUTION) -> Values:
-        """One round of all peers, each of which fails with a probability; returns the new values."""
+    def round(self, probability: float = 0.0) -> Values:
+        """One round of all peers; returns the new values.
+
+        Each fails with a probability: it is in a group, but neither gives nor takes anything. All move on.
+        """
         fails = self.numbers.random(len(self.values)) < probability
         by_key: dict[str, list[int]] = {}
         for peer, bits in enumerate(self.bits):
-            if failure is not Failure.PLACE or not fails[peer]:
-                by_key.setdefault(group_key("run", bits), []).append(peer)
-        self.alone = 0
+            by_key.setdefault(group_key("run", bits), []).append(peer)
         for peers in by_key.values():
             self.rng.shuffle(peers)
             for start in range(0, len(peers), self.side):
                 together = peers[start : start + self.side]
                 if len(together) > 1:
-                    self._average(together, fails, failure)
-                else:
-                    self.alone += 1
+                    self._average(together, fails)
         return self.values
 
-    def _average(self, peers: list[int], fails: NDArray[np.bool_], failure: Failure) -> None:
+    def _average(self, peers: list[int], fails: NDArray[np.bool_]) -> None:
         group = Group(self.rng.randbytes(GROUP_ID_BYTES), tuple(self.members[peer] for peer in peers))
         for place, peer in enumerate(peers):
             self.bits[peer] = next_group_bits(self.bits[peer], group, place, self.side)
-        reducer = peers[-1]  # of the only value, by `partition`; the order of the members is random
-        if failure is Failure.SHARD and fails[reducer]:
-            return
         through = [peer for peer in peers if not fails[peer]]
         if through:
             self.values[through] = self.values[through].mean()
 
 
-def bits_rounds(
-    side: int, axes: int, seed: int, probability: float = 0.0, failure: Failure = Failure.CONTRIBUTION
-) -> int:
+def bits_rounds(side: int, axes: int, seed: int, probability: float = 0.0) -> int:
     """Rounds until the peers are mixed, with the library's group bits."""
     peers = GroupBits(side, axes, seed)
-    return _rounds(peers.round(probability, failure) for _ in itertools.count())
+    return _rounds(peers.round(probability) for _ in itertools.count())
 
 
 def grid_rounds(side: int, axes: int, seed: int, probability: float = 0.0) -> int:

@@ -41,24 +41,6 @@ def observed(*late: str) -> Arrivals:
     return arrivals
 
 
-def test_the_last_member_is_reported_with_the_seconds_after_the_one_before_it() -> None:
-    arrivals = observed(LATE)
-    assert named(arrivals.last(ALL, since=98.0)) == (LATE, pytest.approx(8.8))
-    assert [arrivals.waited(name) for name in ALL] == pytest.approx([9.5, 9.4, 9.3, 0.5])
-
-
-def test_a_small_delay_is_not_reported() -> None:
-    arrivals = Arrivals(OWN, 100.0)
-    arrivals.observe({}, 100.0)
-    arrivals.observe(looking(LATE), 100.0 + 0.9 * MIN_LATE_SECONDS)
-    arrivals.set_ready(100.1)
-    assert arrivals.last((OWN, LATE), since=100.0) is None
-    arrivals = observed(LATE)
-    least = 109.5 - 8.8 / MIN_LATE_FRACTION
-    assert arrivals.last(ALL, since=least + 1.0) is not None
-    assert arrivals.last(ALL, since=least - 1.0) is None
-
-
 def test_the_arrival_of_peers_that_were_already_looking_is_unknown() -> None:
     arrivals = Arrivals(OWN, 100.0)
     arrivals.observe(looking(A, B), 100.01)

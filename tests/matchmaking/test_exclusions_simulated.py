@@ -13,8 +13,8 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.config import NonFinite
-from averaging.matchmaking.memory import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
-from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.matchmaking.conduct import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
+from averaging.protocol.messages import AveragingData
 from averaging.receipts import DropCode
 from averaging.testing import virtual_time
 from tests.support.swarm import Swarm
@@ -110,27 +110,6 @@ def test_a_member_that_sends_nan_is_dropped_and_not_excluded() -> None:
             for receipt in await asyncio.gather(*(peer.average() for peer in peers)):
                 assert len(receipt.members) == 3
                 assert receipt.dropped == ()
-
-    swarm.simulate(main())
-
-
-@pytest.mark.parametrize("code", [MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID])
-def test_refusing_this_peer_is_no_offence(code: MessageCode) -> None:
-    swarm = Swarm(3)
-    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(9)], group_size=2, group_wait=2.0) for n in range(2)]
-
-    async def refuse(endpoint: str, messages: Any) -> Any:
-        yield AveragingData(code=code)
-
-    peers[0]._transport.aggregate_part = refuse  # type: ignore[method-assign]
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            receipts = await asyncio.gather(*(peer.average() for peer in peers))
-            assert receipts[0].dropped[0].code is DropCode.REFUSED
-            assert peers[0].excluded == {}
 
     swarm.simulate(main())
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 import pytest
 from msgspec import msgpack
 
-from averaging import Mode
-from averaging.errors import ConfigError
 from averaging.protocol.group import MAX_GATHER_BYTES
-from tests.foreign.driver import RUN, Foreign, begun, ends_together, gather, our_peer
+from tests.foreign.driver import Foreign, begun, ends_together, gather, our_peer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -34,23 +31,11 @@ async def test_a_peer_that_does_not_look_for_a_group(foreign: Foreign) -> None:
 
 VIOLATIONS: dict[str, dict[str, Any]] = {
     "no hash": {"schema_hash": b""},
-    "no endpoint": {"endpoint": ""},
-    "no address": {"endpoint": "somewhere"},
-    "no port": {"endpoint": "127.0.0.1:0"},
     "expiration nan": {"expiration": NAN},
-    "expiration inf": {"expiration": math.inf},
-    "expiration -inf": {"expiration": -math.inf},
     "gather no msgpack": {"gather": b"\xc1"},
-    "gather no array": {"gather": msgpack.encode({"weight": 1.0})},
-    "gather too short": {"gather": msgpack.encode([1.0, None, 0])},
-    "weight negative": {"gather": gather(-1.0)},
     "weight nan": {"gather": gather(NAN)},
-    "weight text": {"gather": msgpack.encode(["1", None, 0, b""])},
-    "bandwidth infinite": {"gather": gather(1.0, math.inf)},
-    "mode unknown": {"gather": gather(mode=3)},
     "a node in client mode": {"gather": gather(mode=1)},
     "a client that accepts calls": {"endpoint": "client::1"},
-    "gather too large": {"gather": gather(user=b"x" * MAX_GATHER_BYTES)},
 }
 
 
@@ -112,14 +97,6 @@ async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
 # What becomes of those that were accepted
 
 
-async def test_too_few_at_the_leaders_time(foreign: Foreign) -> None:
-    follower = await foreign.peer()
-    async with our_peer(group_size=3, min_group_size=3, group_wait=0.3) as us, us.averaging():
-        assert await us.asks_to_join(follower) == "ACCEPTED"
-        assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
-        assert await follower.next_message(leader=us.endpoint) == {}
-
-
 async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
     follower = await foreign.peer()
     async with our_peer(group_size=3, group_wait=0.3) as us, us.averaging() as receipt:
@@ -129,21 +106,6 @@ async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
         assert time.time() >= declared
         assert await follower.next_message(leader=us.endpoint) == {}
         await ends_together(us, receipt, group, follower)
-
-
-async def test_a_group_of_clients_or_without_tensors_never_begins(foreign: Foreign) -> None:
-    auxiliary = await foreign.peer()
-    async with our_peer(group_wait=0.3, mode=Mode.AUXILIARY) as us, us.averaging():
-        assert await us.asks_to_join(auxiliary, gather(mode=2)) == "ACCEPTED"
-        assert await us.fates(auxiliary) == [{"code": "GROUP_DISBANDED"}]
-
-
-async def test_a_leader_that_gives_up(foreign: Foreign) -> None:
-    follower = await foreign.peer()
-    async with our_peer(group_size=3) as us, us.averaging() as receipt:
-        assert await us.asks_to_join(follower) == "ACCEPTED"
-        receipt.cancel()
-        assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
 
 
 async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
@@ -166,19 +128,6 @@ async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
             await ends_together(us, receipt, group, leader)
 
 
-async def test_two_that_ask_each_other(foreign: Foreign) -> None:
-    other = await foreign.peer()
-    async with our_peer() as us:
-        await us.declare(other.endpoint)
-        async with us.averaging() as receipt:
-            await other.next_request()
-            assert await us.asks_to_join(other, expiration=time.time() + 1) == "BAD_EXPIRATION_TIME"
-            await other.answer(follower=us.endpoint, code="ACCEPTED")
-            group = begun(us, other)
-            await other.begin(group=group)
-            await ends_together(us, receipt, group, other)
-
-
 # Declarations
 
 
@@ -188,11 +137,6 @@ async def test_a_declaration_is_renewed_when_its_time_is_over() -> None:
         entry = await us.declares(us.key, after=declared)
         assert time.time() >= declared
         assert msgpack.decode(entry.value) is True
-
-
-async def test_the_first_bit_is_dropped_where_nobody_is() -> None:
-    async with our_peer(group_wait=0.2, group_bits="01") as us, us.averaging():
-        await us.declares(f"{RUN}.0b1")
 
 
 async def test_bits_are_kept_where_somebody_was(foreign: Foreign) -> None:
@@ -225,16 +169,7 @@ async def test_the_largest_gather_and_none_at_all(foreign: Foreign) -> None:
         }
 
 
-async def test_our_own_gather_is_limited_too(foreign: Foreign) -> None:
-    async with our_peer() as us:
-        with pytest.raises(ConfigError, match="65536"):
-            await us.peer.average(gather=b"x" * MAX_GATHER_BYTES)
-
-
-UNREADABLE = [b"\xc1", b"", b"\x91", 7, "text", None, [b"a"]]
-
-
-@pytest.mark.parametrize("user", UNREADABLE, ids=repr)
+@pytest.mark.parametrize("user", [b"\xc1", 7], ids=repr)
 async def test_an_unreadable_user_spoils_nothing(foreign: Foreign, user: object) -> None:
     first, second = await foreign.peer(), await foreign.peer()
     async with our_peer(group_size=3) as us, us.averaging() as receipt:

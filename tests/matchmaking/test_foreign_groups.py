@@ -11,7 +11,6 @@ import torch
 from averaging.matchmaking import Matchmaking
 from tests.foreign.driver import DEADLINE, Foreign, as_bytes, gather, our_peer
 from tests.foreign.groups import PART, SHAPE, group_with, values
-from tests.support.selection import rest_is_long
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -119,26 +118,3 @@ async def test_a_part_without_a_remaining_weight(foreign: Foreign) -> None:
     assert reasons.keys() == {good.endpoint, bad.endpoint}
     assert "INTERNAL_ERROR" in reasons[good.endpoint]
     assert result.kept_local == SHAPE[0]
-
-
-@pytest.mark.parametrize(
-    ("good_weight", "bad_weight", "average"),
-    rest_is_long([(5e-324, 1e-320, 1), (1.0, 1e308, 2), (1e-39, 1e-39, 1), (1.0, 1e50, 2)], 2),
-)
-async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weight: float, average: float) -> None:
-    """Members choose their weights: none may turn the average into NaN, not even one of a member that sends nothing."""
-    good, bad = await foreign.client(), await foreign.client()
-    ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
-    options: dict[str, Any] = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
-    async with our_peer([ones], **options) as us, us.averaging() as receipt:
-        assert await us.asks_to_join(good, gather(good_weight, mode=1)) == "ACCEPTED"
-        assert await us.asks_to_join(bad, gather(bad_weight, mode=1)) == "ACCEPTED"
-        group = await us.begins(good, bad)
-        message = {"code": "CANCELLED", "group_id": group["group_id"], "endpoint": bad.endpoint}
-        assert await bad.send(reducer=us.endpoint, messages=[message]) == []
-        messages = await good.messages(reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([threes]))
-        replies = await good.send(reducer=us.endpoint, messages=messages)
-        assert {reply["code"] for reply in replies} == {"AVERAGED_PART"}
-        assert (await receipt).averaged
-        with us.peer.tensors() as (tensor,):
-            assert torch.equal(tensor, torch.full(SHAPE, average))

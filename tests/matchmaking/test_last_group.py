@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars, spread
 
 GROUP_WAIT = 5.0
-MEMBERS = [f"peer:{n + 1}" for n in range(4)]
 
 
 class Calls:
@@ -115,20 +114,6 @@ def test_a_group_forms_again_with_one_request_of_each_follower_and_no_record(cal
                 assert all(receipt.phases["looking"] < QUIET_SECONDS for receipt in again)
                 assert calls.take() == (0, 3)
             assert spread(run.tensors[:4]) < 1e-12
-
-    virtual_time.run(main())
-
-
-def test_each_member_declares_itself_again_when_its_last_declaration_has_expired(calls: Calls) -> None:
-    async def main() -> None:
-        async with Run(2) as run:
-            await run.round()
-            calls.take()
-            await asyncio.sleep(GROUP_WAIT)
-            assert whole(await run.round())
-            assert calls.take()[0] == 4
-            assert whole(await run.round())
-            assert calls.take() == (0, 3)
 
     virtual_time.run(main())
 
@@ -224,19 +209,6 @@ def test_a_group_without_its_leader_forms_as_usual() -> None:
     virtual_time.run(main())
 
 
-def test_a_leader_that_does_not_look_lets_the_others_begin_without_it() -> None:
-    async def main() -> None:
-        async with Run(6, group_size=3, count=3) as run:
-            for _ in range(2):
-                receipts = await run.round()
-            left = [peer for peer in run.peers if peer.endpoint != leader(receipts)]
-            later = await run.round(left)
-            assert whole(later)
-            assert max(receipt.seconds for receipt in later) < GROUP_WAIT + 1.0
-
-    virtual_time.run(main())
-
-
 @pytest.mark.parametrize(("seed", "pause"), rest_is_long([(0, 0.0), (1, 6.0), (1, 0.0), (2, 6.0)], 2))
 def test_groups_that_are_smaller_than_the_run_mix_as_before(seed: int, pause: float) -> None:
     """Rounds follow each other faster than declarations expire, or more slowly: nobody stays with the same peers."""
@@ -252,46 +224,6 @@ def test_groups_that_are_smaller_than_the_run_mix_as_before(seed: int, pause: fl
                 await asyncio.sleep(pause)
             assert min(map(len, partners.values())) >= 7
             assert spread(run.tensors[:8]) < 0.02
-
-    virtual_time.run(main())
-
-
-async def first_verdict(transport: MemoryTransport, callee: str, request: JoinRequest) -> str:
-    async for reply in transport.join_group(callee, request):
-        return reply.code.name
-    return ""
-
-
-def timed(verdict: Awaitable[str]) -> Awaitable[tuple[str, float]]:
-    async def wait() -> tuple[str, float]:
-        began = asyncio.get_running_loop().time()
-        return await verdict, asyncio.get_running_loop().time() - began
-
-    return wait()
-
-
-def test_only_one_request_of_each_member_waits_for_its_leader_and_only_for_a_moment() -> None:
-    """A stranger, or someone in the name of a member, keeps nothing open at a leader that does not look."""
-
-    async def main() -> None:
-        async with Run(7, latency=(0.0, 0.0)) as run:
-            receipts = await run.round()
-            leads = leader(receipts)
-            follower = next(name for name in MEMBERS if name != leads)
-            transport = run.swarm.network.transport("else:1")
-            await transport.bind()
-            hash_ = run.peers[0].schema.hash
-
-            def request(name: str) -> JoinRequest:
-                return JoinRequest(endpoint=name, schema_hash=hash_, expiration=virtual_time.clock() + 9)
-
-            ask = [
-                timed(first_verdict(transport, leads, request(name))) for name in (follower, follower, "else:1", "x")
-            ]
-            answers = await asyncio.gather(*ask)
-            assert {code for code, _ in answers} == {"NOT_LOOKING_FOR_GROUP"}
-            assert [seconds for _, seconds in answers] == pytest.approx([QUIET_SECONDS, 0.0, 0.0, 0.0])
-            assert whole(await run.round())
 
     virtual_time.run(main())
 

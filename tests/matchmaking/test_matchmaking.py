@@ -6,7 +6,6 @@ import asyncio
 import random
 import re
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.gossip.record import RecordLimits
-from averaging.errors import PeerUnreachableError
 from averaging.matchmaking import Quorum
 from averaging.matchmaking.rules import pack_looking
 from averaging.peer import ExpectedAtFirst, RoundOptions, Topic, rounds
-from averaging.protocol.group import pack_gather
-from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.testing import virtual_time
 from tests.support import leaks
 from tests.support.selection import rest_is_long
@@ -53,57 +49,6 @@ def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
             assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
             assert len(receipt.members) == count, f"seed {seed}: {receipt}"
             assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
-
-
-@pytest.mark.parametrize("seed", rest_is_long(range(10)))
-def test_a_group_that_is_not_full_begins_when_its_leader_s_declaration_expires(seed: int) -> None:
-    swarm = Swarm(seed)
-    tensors = scalars(3, seed)
-    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, group_wait=5.0) for n in range(3)]
-    for receipts in swarm.simulate(swarm.average_together(peers)):
-        assert len(receipts[0].members) == 3
-        assert 4.5 < receipts[0].seconds < 6.0
-
-
-def test_the_receipt_says_that_no_other_peer_is_in_the_run() -> None:
-    swarm = Swarm(1)
-    tensor = torch.ones(2)
-    peer = swarm.peer("peer:1", [tensor], group_wait=2.0, round_timeout=7.0)
-    receipt: Receipt = swarm.simulate(swarm.average_together([peer]))[0][0]
-    assert receipt.outcome is Outcome.NO_GROUP
-    assert receipt.reason == "no other peer is in the run: start more peers of it, or wait longer"
-    assert 7.0 <= receipt.seconds < 7.5
-    assert tensor.tolist() == [1.0, 1.0]
-
-
-def test_peers_that_have_left_are_counted() -> None:
-    """Also if this peer has declared itself again since."""
-    swarm = Swarm(1)
-    waiting = swarm.peer("peer:1", [torch.ones(2)], round_timeout=9.0, group_wait=2.0, min_group_size=3)
-    leaving = swarm.peer("peer:2", [torch.ones(2)], round_timeout=1.0, group_wait=2.0, min_group_size=3)
-
-    async def main() -> None:
-        async with waiting:
-            search = asyncio.create_task(waiting.average())
-            async with leaving:
-                await leaving.average()
-            receipt = await search
-        assert receipt.outcome is Outcome.NO_GROUP
-        assert "1 other seen, but not lately under run.0b" in receipt.reason
-
-    swarm.simulate(main())
-
-
-def test_the_receipt_names_the_first_difference_of_the_tensors() -> None:
-    swarm = Swarm(1)
-    peers = [
-        swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], group_wait=2.0),
-        swarm.peer("peer:2", [torch.zeros(2), torch.zeros(4)], group_wait=2.0),
-    ]
-    for receipts in swarm.simulate(swarm.average_together(peers)):
-        assert receipts[0].outcome is Outcome.NO_GROUP
-        assert "tensor 'tensor_1' is float32[" in receipts[0].reason
-        assert receipts[0].seconds < 3.0  # before the timeout
 
 
 def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,18 +129,6 @@ def test_a_client_asks_peers_with_later_declarations_than_its_own() -> None:
             return await searching
 
     assert swarm.simulate(main()).outcome is Outcome.AVERAGED
-
-
-def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
-    swarm = Swarm(1)
-    tensors = scalars(4, 1)
-    modes = [Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE, Mode.CLIENT]
-    peers = [
-        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_wait=2.0, round_timeout=60.0, mode=mode)
-        for n, mode in enumerate(modes)
-    ]
-    for receipts in swarm.simulate(swarm.average_together(peers)):
-        assert receipts[0].outcome is Outcome.AVERAGED
 
 
 def test_a_full_group_of_auxiliaries_is_disbanded_at_once() -> None:
@@ -298,34 +231,6 @@ def test_an_auxiliary_that_leads_keeps_to_the_quorum_of_its_followers(training: 
     assert {receipt.outcome for receipt in receipts} == {outcome}
     if outcome is Outcome.AVERAGED:
         assert max(receipt.seconds for receipt in receipts) < 5.0
-
-
-@pytest.mark.parametrize("patience", [0.1, 10.0])
-def test_the_gather_of_a_follower_that_has_left_is_not_kept(patience: float) -> None:
-    """It may have 64 KiB, and one caller may use many endpoints, so a leader would run out of memory."""
-    swarm = Swarm(1)
-    peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, group_wait=2.0)
-
-    async def join_and_go(number: int) -> None:
-        gather = pack_gather(1.0, None, Mode.NODE, bytes(1000))
-        request = JoinRequest(f"stranger:{number}", peer.schema.hash, virtual_time.clock() + 60.0, gather)
-        call = swarm.network.transport("stranger:1").join_group("peer:1", request)
-        with suppress(TimeoutError, PeerUnreachableError):
-            async with asyncio.timeout(patience), aclosing(call) as replies:
-                assert [reply.code async for reply in replies][1:] in ([], [MessageCode.GROUP_DISBANDED])
-
-    async def main() -> None:
-        async with peer:
-            averaging = asyncio.create_task(peer.average())
-            await asyncio.sleep(0.1)
-            for number in range(1, 9):
-                await join_and_go(number)
-            await asyncio.sleep(1.0)
-            kept = {path: size for path, size in leaks.sizes(peer).items() if path.endswith(".requests")}
-            assert set(kept.values()) == {0}
-            averaging.cancel()
-
-    swarm.simulate(main())
 
 
 async def average_together(peers: Sequence[Peer], topics: Sequence[Topic], step: int) -> list[Receipt]:

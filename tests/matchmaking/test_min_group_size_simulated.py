@@ -96,22 +96,6 @@ def test_a_member_with_a_larger_min_group_size_delays_the_others_by_its_declarat
         assert sum(receipt.averaged for receipt in receipts) > rounds, [str(receipt) for receipt in receipts]
 
 
-def test_a_leader_leaves_out_a_follower_that_wants_too_large_a_group() -> None:
-    """It waits for more members until its declaration expires, and then begins without that follower."""
-    swarm = Swarm(2)
-    peers = [
-        swarm.peer(f"peer:{number}", [tensor], group_size=8, min_group_size=size, group_wait=1.0, round_timeout=5.0)
-        for number, (size, tensor) in enumerate(zip((2, 2, 2, 6), scalars(4, 2), strict=True), 1)
-    ]
-    *rest, wanting = receipts_of(swarm, peers)
-    assert {receipt.outcome for receipt in wanting} == {Outcome.NO_GROUP}
-    assert "GROUP_DISBANDED" in wanting[0].reason
-    for receipts in rest:
-        averaged = [receipt for receipt in receipts if receipt.averaged]
-        assert len(averaged) >= 3
-        assert all(receipt.dropped == () for receipt in averaged)
-
-
 class WithoutSize(MemoryTransport):
     """Leaders do not receive the size that this peer wants, like those of other implementations."""
 

@@ -42,12 +42,6 @@ def test_a_full_grid_reaches_the_exact_mean_after_one_round_per_axis(side: int, 
     np.testing.assert_allclose(peers.values, exact, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("side", "axes"), [(8, 3), (32, 2)])
-def test_without_failures_one_round_per_axis_is_enough(side: int, axes: int, seed: int) -> None:
-    assert bits_rounds(side, axes, seed) == axes
-
-
 @pytest.mark.parametrize(("side", "axes", "probability"), PUBLISHED)
 def test_the_authors_grid_gives_the_published_rounds(side: int, axes: int, probability: float) -> None:
     """So the figures are of a rule by which the others of a group average without the peer that failed."""

@@ -86,20 +86,6 @@ def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:
     run.simulate(main)
 
 
-def test_a_peer_that_joined_others_that_have_left_gets_no_hint_about_join() -> None:
-    run = Run()
-
-    async def main(stack: AsyncExitStack) -> None:
-        other = run.peer("a:1")
-        await other.__aenter__()
-        peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=80.0))
-        await other.__aexit__()
-        run.network.freeze("a:1")  # so that it does not count as silent
-        assert "`join`" not in await why_alone(peer)
-
-    run.simulate(main)
-
-
 def test_other_peers_are_in_the_run_and_none_is_ready() -> None:
     run = Run()
 

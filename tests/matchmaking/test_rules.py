@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.config import MAX_GROUP_WAIT
-from averaging.discovery.base import MAX_LIFETIME, Entry
+from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
 from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate, LeaderStanding
@@ -71,10 +70,6 @@ def test_the_first_broken_rule_determines_the_answer(
     answer, suggested = rules.verdict(replace(REQUEST, **request_), searching(**state))  # type: ignore[arg-type]
     assert answer is code
     assert suggested == ("l:1" if code is MessageCode.NOT_A_LEADER else "")
-
-
-def test_a_peer_that_does_not_search_accepts_no_one() -> None:
-    assert rules.verdict(REQUEST, None) == (MessageCode.NOT_LOOKING_FOR_GROUP, "")
 
 
 def looking(*declarations: tuple[float, str]) -> dict[str, Entry]:
@@ -238,12 +233,6 @@ def test_a_group_begins_with_the_most_followers_whose_min_group_size_it_reaches(
     assert (set() if found is None else set(found)) == max(sound, key=len, default=set())
 
 
-def test_a_leader_with_too_few_followers_declares_a_longer_time() -> None:
-    assert rules.declaration_seconds(4.0, had_too_few=False) == 4.0
-    assert rules.declaration_seconds(4.0, had_too_few=True) == 6.0
-    assert rules.declaration_seconds(MAX_GROUP_WAIT, had_too_few=True) < MAX_LIFETIME
-
-
 def test_target_contributors_must_be_reached_without_followers_that_want_a_larger_group() -> None:
     followers = {"f:1": Member("f:1"), "f:2": Member("f:2")}
     state = searching(
@@ -304,12 +293,6 @@ def test_every_order_of_the_members_occurs() -> None:
         assert message.gathered == tuple(gathered[name] for name in message.ordered_group_endpoints)
     assert len(orders) == 6  # the shards follow from the order
     assert len(ids) == 100
-
-
-def test_a_valid_announcement_is_read() -> None:
-    group = rules.read_group(begin(), "me:1", "l:1", b"")
-    assert group.endpoints == ("l:1", "me:1")
-    assert group.total_weight == 2.0
 
 
 def test_a_leader_may_not_change_the_gather_of_a_member() -> None:

@@ -74,9 +74,7 @@ def searcher(leaders: Leaders, discovery: MemoryDiscovery, conduct: Conduct, gro
     return Matchmaking(config, SCHEMA, cast("Transport", leaders), discovery, conduct=conduct)
 
 
-async def find(
-    leaders: Leaders, conduct: Conduct, *names: str, mode: Mode = Mode.NODE, apart: float = 1.0
-) -> Group:
+async def find(leaders: Leaders, conduct: Conduct, *names: str, mode: Mode = Mode.NODE, apart: float = 1.0) -> Group:
     """The group that is found among leaders that have declared to wait for 10 s, each so many seconds longer."""
     async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
         now = virtual_time.clock()

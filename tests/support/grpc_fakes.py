@@ -43,7 +43,6 @@ MAX_PART_BYTES = 2 << 20
 
 REQUEST = JoinRequest("127.0.0.1:4222", b"hash", 1.5e9, b"gather", client_mode=True)
 ACCEPTED = MessageFromLeader(MessageCode.ACCEPTED)
-BEGIN = MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, bytes(20), "", ("a:1", "b:2"), (b"1", b""))
 RECORD = Record("run.0b", "a:1", b"value", 2**63, 1.75e9, True, b"owner", b"signature", 7)
 DIGEST = Digest("run", "a:1", 2**64 - 1, ((2**64 - 2, 3), (4, 5)), complete=True)
 SCHEMA = Schema(
@@ -144,7 +143,6 @@ class FakePeer:
 
     join: Callable[[JoinRequest], AsyncGenerator[MessageFromLeader, None]] | None = None
     aggregate: Callable[[AsyncIterator[AveragingData]], AsyncGenerator[AveragingData, None]] | None = None
-    state: tuple[DownloadData, ...] = ()
     status: PeerStatus = STATUS
     schema: Schema = SCHEMA
     started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -179,8 +177,8 @@ class FakePeer:
             self.closed.set()
 
     async def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
-        for chunk in self.state:
-            yield chunk
+        return
+        yield
 
     def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
         asked = (replace(RECEIPT, round=after_round + 1),) * receipts

@@ -380,34 +380,6 @@ async def test_a_port_that_swallows_everything_is_given_up(monkeypatch: pytest.M
 
 
 @pytest.mark.asyncio
-async def test_something_else_at_the_port() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(answers.pop())
-
-    answers = [b"SSH-2.0-OpenSSH_9.6\r\n", bytes(100), b""]
-    async with serving(FakePeer()) as (callee, endpoint), listening(serve) as other:
-        transport_of(callee)._direct_advertise = int(other.rpartition(":")[2])
-        while answers:
-            async with client() as caller:
-                assert await send_parts(caller, endpoint) == [0, 1, 2]
-                assert lane_of(caller, endpoint)[0] == "grpc"
-
-
-async def never_opened(_: str) -> Link:
-    raise AssertionError
-
-
-def test_the_pause_after_failures_grows_to_its_limit() -> None:
-    known, lane, pauses = lanes.Lanes(never_opened), lanes._Lane(), []
-    for _ in range(100):
-        known._fail(lane, "refused", 0.0)
-        pauses.append(lane.retry_at)
-    assert pauses[:3] == [10.0, 20.0, 40.0]
-    assert pauses[-1] == 600.0
-
-
-@pytest.mark.asyncio
 async def test_a_connection_that_was_lost_while_idle_is_replaced() -> None:
     async with client() as caller:
         async with serving(FakePeer()) as (_, endpoint):
@@ -511,30 +483,6 @@ async def test_a_wrong_header_ends_the_connection_before_memory_is_taken(header:
             await asyncio.wait_for(link.read(), PATIENCE)
         assert not link._buffers._kept
         assert link.lost
-
-
-@pytest.mark.asyncio
-async def test_frames_that_arrived_before_the_end_are_read() -> None:
-    link, other = link_pair()
-    with other:
-        other.sendall(pack_header(FrameKind.PART, 1, 3) + b"bodh" + pack_header(FrameKind.END, 0, 0))
-    assert [tuple(await asyncio.wait_for(link.read(), PATIENCE)) for _ in range(2)] == [
-        (FrameKind.PART, b"h", b"bod"),
-        (FrameKind.END, b"", b""),
-    ]
-    with pytest.raises(PeerUnreachableError, match="connection lost$"):
-        await link.read()
-
-
-@pytest.mark.asyncio
-async def test_a_frame_may_arrive_byte_by_byte() -> None:
-    link, other = link_pair()
-    with other:
-        for byte in pack_header(FrameKind.PART, 2, 3) + b"bodhe":
-            other.sendall(bytes([byte]))
-            await asyncio.sleep(0)
-        assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (FrameKind.PART, b"he", b"bod")
-    link.close()
 
 
 # Peers

@@ -81,26 +81,6 @@ def test_vectors_of_a_frame() -> None:
     assert opened(receiving, head) == b"head"
 
 
-def test_other_inputs_give_other_keys() -> None:
-    for secret, caller, callee, ticket in (
-        (bytes(32), public(CALLER), public(CALLEE), TICKET),
-        (SECRET, bytes(32), public(CALLEE), TICKET),
-        (SECRET, public(CALLER), bytes(32), TICKET),
-        (SECRET, public(CALLER), public(CALLEE), bytes(32)),
-        (SECRET, public(CALLEE), public(CALLER), TICKET),
-    ):
-        assert not {*derive_keys(secret, caller, callee, ticket)} & {*keys()}
-
-
-def test_the_directions_have_keys_of_their_own() -> None:
-    assert len(set(keys())) == 2
-    caller, callee = of_caller(), of_callee()
-    own = sealed(caller.sending, b"from the caller")
-    with pytest.raises(ProtocolViolationError, match="changed on its way"):
-        opened(caller.receiving, own)  # sent back to its sender
-    assert opened(callee.receiving, own) == b"from the caller"
-
-
 def test_no_bit_can_be_changed() -> None:
     """Neither of a frame nor of its header."""
     raw = sealed(of_caller().sending, b"part")
@@ -121,13 +101,6 @@ def test_nothing_can_be_left_out_repeated_or_moved() -> None:
             continue
         with pytest.raises(ProtocolViolationError):
             _ = [opened(receiving, pieces[number]) for number in order]
-
-
-def test_the_bytes_of_both_directions_are_counted() -> None:
-    ciphers = of_caller()
-    sealed(ciphers.sending, bytes(100))
-    sealed(ciphers.sending, bytes(100))
-    assert ciphers.nbytes == 200
 
 
 VECTORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import cast
 
 import grpc
@@ -16,7 +16,6 @@ from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromL
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.error_mapping import refuse
 from tests.support.grpc_fakes import (
-    DIGEST,
     MAX_MESSAGE_BYTES,
     REQUEST,
     FakeGossip,
@@ -31,13 +30,6 @@ from tests.support.grpc_fakes import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
-
-
-@asynccontextmanager
-async def foreign(endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
-    """A client that knows nothing of this library."""
-    async with grpc.aio.insecure_channel(endpoint) as channel:
-        yield channel
 
 
 @pytest.mark.asyncio
@@ -108,33 +100,12 @@ async def test_what_the_senders_messages_raise_is_raised_at_the_caller() -> None
 
 
 @pytest.mark.asyncio
-async def test_a_peer_without_gossip_refuses_it() -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        with pytest.raises(CallRefusedError, match="does not serve this"):
-            await caller.push(endpoint, "run", ())
-        with pytest.raises(CallRefusedError, match="does not serve this"):
-            await anext(caller.subscribe(endpoint, DIGEST))
-
-
-@pytest.mark.asyncio
 async def test_a_malformed_request_is_refused() -> None:
-    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), foreign(endpoint) as channel:
+    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.JOIN_GROUP.path)
         call = start(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.asyncio
-async def test_a_malformed_part_is_refused() -> None:
-    service = FakePeer()
-    async with serving(service) as (_, endpoint), foreign(endpoint) as channel:
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(methods.AGGREGATE_PART.path)()
-        await call.write(b"\x08\x63")  # an unknown code
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call.read()
-        assert service.closed.is_set()
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import socket
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import pytest
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from averaging.common.addresses import is_endpoint
 from averaging.errors import ClosedError, ConfigError, ListenError, PeerUnreachableError
@@ -23,10 +18,8 @@ from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.dialling import check_listen, resolve
-from averaging.transport.grpc.server import Server
+from averaging.transport.grpc.dialling import resolve
 from tests.support.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
-from tests.support.ports import free_address
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -155,16 +148,6 @@ async def test_an_address_that_cannot_be_had(listen: str, words: str, capfd: pyt
 
 
 @pytest.mark.asyncio
-async def test_a_link_local_address_needs_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> OSError:
-        return OSError(errno.EINVAL, "Invalid argument")  # as Linux does, where it has IPv6
-
-    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", refuse)
-    with pytest.raises(ListenError, match=r"a link-local one needs its interface, as in \[fe80::7%eth0\]:4222"):
-        await bound("[fe80::7]:4222")
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(FakePeer()) as (_, endpoint):
@@ -187,85 +170,6 @@ async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
     monkeypatch.setattr("averaging.transport.grpc.dialling.RESOLVE_SECONDS", 0.01)
     assert await asyncio.wait_for(resolve("here.example.org"), 30) == ()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EADDRINUSE, "the port is taken"),  # in one family is enough
-        (errno.EADDRNOTAVAIL, None),  # not each address of a name needs to be here
-    ],
-)
-async def test_a_name_of_which_one_address_cannot_be_had(
-    number: int, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def found(*_: object, **__: object) -> object:
-        return [
-            (family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 4222)) for family in (socket.AF_INET, socket.AF_INET6)
-        ]
-
-    def attempt(family: int, _: object) -> OSError | None:
-        return OSError(number, "no") if family == socket.AF_INET else None
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
-    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", attempt)
-    with pytest.raises(ListenError, match=words) if words else nullcontext():
-        await check_listen("here.example.org:4222", None)
-
-
-@pytest.mark.asyncio
-async def test_a_port_taken_after_the_probe() -> None:
-    async with serving(FakePeer()) as (_, endpoint):
-        with pytest.raises(ListenError, match=f"cannot listen on {endpoint}; choose another port"):
-            Server(endpoint, MAX_MESSAGE_BYTES)
-
-
-@pytest.mark.asyncio
-async def test_closing_gives_the_port_back_whether_or_not_it_was_served() -> None:
-    endpoint = await bound(free_address())
-    async with serving(FakePeer(), listen=endpoint), client() as caller:
-        await caller.get_schema(endpoint)
-    assert await bound(endpoint) == endpoint
-
-
-@pytest.mark.asyncio
-async def test_health_reflection_and_channelz_answer() -> None:
-    ours = {"DecentralizedAveraging", "averaging.status.v1.Status", "averaging.gossip.v1.Gossip"}
-    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        for service in ("", *ours):
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
-
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        await reflection.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        listed = {service.name for service in (await reflection.read()).list_services_response.service}
-        assert ours < listed
-        for service in listed:
-            await reflection.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
-            assert (await reflection.read()).file_descriptor_response.file_descriptor_proto, service
-        await reflection.done_writing()
-        assert await reflection.read() is grpc.aio.EOF
-
-        channelz = channelz_pb2_grpc.ChannelzStub(channel)
-        servers = (await channelz.GetServers(channelz_pb2.GetServersRequest())).server
-        assert any(server.data.calls_started for server in servers)
-
-
-@pytest.mark.asyncio
-async def test_close_ends_a_hanging_call() -> None:
-    service = FakePeer()
-    async with (
-        serving(service) as (server, endpoint),
-        client() as caller,
-        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
-    ):
-        await anext(replies)
-        await asyncio.wait_for(server.close(0.1), GRACE)
-        assert service.closed.is_set()
-        with pytest.raises(PeerUnreachableError, match=endpoint):
-            await anext(replies)
 
 
 @pytest.mark.asyncio
@@ -376,7 +280,3 @@ async def test_channels_long_unused_are_closed(monkeypatch: pytest.MonkeyPatch) 
         assert three.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         assert busy.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
     await channels.close()
-
-
-def test_importing_leaves_the_environment_alone() -> None:
-    assert "GRPC_VERBOSITY" not in os.environ

@@ -10,25 +10,17 @@ import pytest
 
 from averaging.protocol.messages import (
     AveragingData,
-    DownloadData,
     ExchangeReply,
-    JoinRequest,
     MessageCode,
-    MessageFromLeader,
     Refusal,
     Rumour,
-    WireTensor,
 )
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.methods import LIST_RECORDS
 from tests.support.grpc_fakes import (
-    ACCEPTED,
-    BEGIN,
     DIGEST,
     RECORD,
     REQUEST,
-    SCHEMA,
-    STATUS,
     FakeGossip,
     FakePeer,
     client,
@@ -44,28 +36,6 @@ MIB = 1 << 20
 
 MAX_UNREAD = 16
 """Messages of a mebibyte that may be on their way while nobody reads: a window of 4 MiB, and a few in buffers."""
-
-
-@pytest.mark.asyncio
-async def test_verdict_comes_at_once_and_the_group_later() -> None:
-    assembled = asyncio.Event()
-
-    async def join(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        yield ACCEPTED
-        await assembled.wait()
-        yield BEGIN
-
-    service = FakePeer(join=join)
-    async with (
-        serving(service) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
-    ):
-        assert await anext(replies) == ACCEPTED
-        assembled.set()
-        assert await anext(replies) == BEGIN
-        assert await anext(replies, None) is None
-    assert service.requests == [REQUEST]
 
 
 @pytest.mark.asyncio
@@ -145,31 +115,6 @@ async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
     ):
         assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
     assert sent == 20
-
-
-@pytest.mark.asyncio
-async def test_download_state() -> None:
-    chunks = (
-        DownloadData(b"metadata", WireTensor(b"1234", (2, 1), "float32", 0, 2)),
-        DownloadData(tensor_part=WireTensor(b"5678")),
-        DownloadData(tensor_part=WireTensor(b"", (0,), "float32", 17, requires_grad=True)),
-    )
-    async with (
-        serving(FakePeer(state=chunks)) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.download_state(endpoint)) as replies,
-    ):
-        assert [reply async for reply in replies] == list(chunks)
-
-
-@pytest.mark.asyncio
-async def test_status_and_schema() -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        assert await caller.get_status(endpoint) == STATUS
-        asked = await caller.get_status(endpoint, receipts=2, after_round=6, peers=True)
-        assert [each.round for each in asked.receipts] == [7, 7]
-        assert asked.peers == ("a:1", "c:3")
-        assert await caller.get_schema(endpoint) == SCHEMA
 
 
 @pytest.mark.asyncio

@@ -15,7 +15,7 @@ import torch
 from averaging import Peer
 from averaging.errors import CallRefusedError, PeerUnreachableError
 from averaging.peer.service import DOWNLOADS_PER_HOST
-from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
+from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, Record
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -25,7 +25,6 @@ from tests.support.grpc_fakes import (
     FakePeer,
     client,
     floods,
-    part,
     parts,
     serving,
     until,
@@ -54,16 +53,6 @@ async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(bytes(4096), compression=grpc.Compression.Gzip)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.asyncio
-async def test_a_request_longer_than_its_method_needs_is_refused() -> None:
-    request = b"\xfa\x7f" + bytes([0x80, 0x80, 0x10]) + bytes(1 << 18)  # a field that nobody knows
-    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
-        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
-        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536 are accepted") as raised:
-            await call(request)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.asyncio
@@ -192,21 +181,6 @@ async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypat
             await until(lambda: not in_progress)
             assert not call.done()
         await caller.get_schema(endpoint)
-
-
-@pytest.mark.asyncio
-async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> None:
-    async def nothing() -> AsyncGenerator[AveragingData, None]:
-        await asyncio.Event().wait()
-        yield part(0)
-
-    async with (
-        Peer([torch.zeros(1)], run_id="run", stall_timeout=0.5) as peer,
-        client() as caller,
-        asyncio.timeout(PATIENCE),
-        aclosing(caller.aggregate_part(peer.endpoint, nothing())) as replies,
-    ):
-        assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
 
 
 @pytest.mark.asyncio

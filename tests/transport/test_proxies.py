@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from averaging import Peer
-from averaging.cli import main
-from averaging.common.addresses import proxy_for
+from averaging.common.proxies import proxy_for
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA
@@ -155,11 +153,3 @@ def test_what_is_none_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"proxy: .*is not an HTTP proxy") as caught:
         PeerConfig(run_id="run", proxy=url)
     assert "secret" not in str(caught.value)
-
-
-def test_a_command_refuses_a_malformed_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AVERAGING_PROXY", "socks5://user:secret@proxy.example:1080")
-    result = CliRunner().invoke(main, ["state", "192.0.2.7:4222", "--output", "never.safetensors"])
-    assert result.exit_code == 2
-    assert "AVERAGING_PROXY: 'socks5://proxy.example:1080' is not an HTTP proxy" in result.output
-    assert "secret" not in result.output

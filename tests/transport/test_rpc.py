@@ -15,12 +15,12 @@ from google.protobuf.wrappers_pb2 import Int64Value, StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer, TLSFiles
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer
 from averaging.errors import BusyError, CallRefusedError, ListenError, PeerUnreachableError
 from averaging.peer import PeerContext
 from averaging.rpc import EventLoopThread, RpcChannel, RpcHandler, RpcMethod, RpcServer, read_credentials
 from averaging.testing.transport import MemoryNetwork
-from tests.support.certificates import TOKEN, write
+from tests.support.certificates import TOKEN
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -165,18 +165,6 @@ async def test_tokens_and_refused_callers(tmp_path: Path, caplog: pytest.LogCapt
             with pytest.raises(CallRefusedError, match="token"):
                 await say(channel, "a")
     assert "refused a call from 127.0.0.1" in caplog.text
-
-
-@pytest.mark.asyncio
-async def test_tls(tmp_path: Path) -> None:
-    files = write(tmp_path, "127.0.0.1")
-    known = read_credentials(tls=TLSFiles(files["tls_ca"], files["tls_cert"], files["tls_key"]))
-    async with RpcServer("127.0.0.1:0", [Echo()], credentials=known) as server:
-        async with RpcChannel(server.endpoint, credentials=known) as channel:
-            assert await say(channel, "a") == "A"
-        async with RpcChannel(server.endpoint) as channel:
-            with pytest.raises(PeerUnreachableError):
-                await say(channel, "a")
 
 
 @pytest.mark.asyncio
