@@ -13,10 +13,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from msgspec import msgpack
 
 from averaging import Mode
-from averaging.allreduce.partition import partition
 from averaging.protocol.group import Group, ReplyForm
 from averaging.protocol.messages import CompressionType
-from averaging.tensors.schema import describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.foreign.driver import (
     RUN,
@@ -265,21 +263,6 @@ async def test_other_dtypes(foreign: Foreign, dtype: torch.dtype, reply: ReplyFo
     assert same_bytes(ours, mean)
 
 
-async def test_two_members_share_in_proportion_to_their_bandwidths(foreign: Foreign) -> None:
-    ours, theirs = whole_numbers(1, (10000,)), whole_numbers(2, (10000,))
-    mean = mean_of(ours, theirs)
-    node = await foreign.peer()
-    async with our_peer(ours, part_size_bytes=1024, bandwidth=3e6) as us, us.averaging() as receipt:
-        group = await follow(us, {node: gather(bandwidth=1e6)})
-        arguments = {"group": group, "schema": us.schema, "tensors": as_bytes(theirs)}
-        # 7500 of 10000 elements in parts of 256, counted from the front or from the back.
-        assert len(await node.messages(reducer=us.endpoint, **arguments)) in (29, 30)
-        (after,) = await average(us, group, {node: theirs})
-        assert (await receipt).dropped == ()
-    assert same_bytes(after, mean)
-    assert same_bytes(ours, mean)
-
-
 @pytest.mark.parametrize("reply", list(ReplyForm))
 @pytest.mark.parametrize("compression", CODES)
 async def test_codes(foreign: Foreign, compression: CompressionType, reply: ReplyForm) -> None:
@@ -301,14 +284,6 @@ async def test_codes(foreign: Foreign, compression: CompressionType, reply: Repl
     for ended in (ours, after):
         for tensor, wanted in zip(ended, mean, strict=True):
             assert (tensor - wanted).abs().mean() < bound
-
-
-async def test_the_example_of_the_protocol(foreign: Foreign) -> None:
-    names, lengths, shares = ["a", "b", "c"], [300000, 100, 5], [150000.0, 75052.0, 75053.0]
-    expected = [[65536, 65536], [65536], [65536, 37856, 100, 5]]
-    schema = describe(names, [torch.zeros(length) for length in lengths], part_size_bytes=PART)
-    assert await foreign.call("split", lengths=lengths, per_part=PART // 4, shares=shares) == expected
-    assert [[part.numel for part in own] for own in partition(schema, shares)] == expected
 
 
 async def test_the_group_bits_after_a_round(foreign: Foreign) -> None:

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from averaging import CompressionType, Mode, Outcome, Peer
+from averaging import Outcome, Peer
 from averaging.allreduce import AllReduce, RoundResult
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import RoundTally
@@ -27,7 +26,6 @@ from averaging.errors import (
     ClosedError,
     ConfigError,
     JoinError,
-    ListenError,
     RoundError,
     TensorError,
 )
@@ -168,27 +166,6 @@ def rounds_in_memory() -> set[int]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("clients", "auxiliaries"), list(product(range(3), range(3))))
-async def test_clients_and_auxiliaries_in_all_mixes(clients: int, auxiliaries: int) -> None:
-    modes = [Mode.NODE] * 2 + [Mode.CLIENT] * clients + [Mode.AUXILIARY] * auxiliaries
-    tensors = [torch.full((1000,), float(number)) for number in range(len(modes))]
-    async with AsyncExitStack() as stack:
-        join: list[str] = []
-        peers = []
-        for tensor, mode in zip(tensors, modes, strict=True):
-            peers.append(await enter(stack, {"w": tensor}, mode=mode, join=join, group_size=len(modes)))
-            join = [peers[0].endpoint]
-        for receipt in await average(*peers):
-            assert receipt.outcome is Outcome.AVERAGED
-            assert receipt.dropped == ()
-            assert len(receipt.members) == len(modes)
-    senders = 2 + clients
-    for number, tensor in enumerate(tensors):
-        expected = sum(range(senders)) / senders if number < senders else number
-        assert tensor.tolist() == [pytest.approx(expected)] * 1000
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("deadline", "words"), [({"stall_timeout": 1.0}, "sent nothing"), ({"round_timeout": 5.0}, "the round's deadline")]
 )
@@ -303,17 +280,6 @@ async def test_nan_is_averaged_where_it_is_allowed() -> None:
 
 
 @pytest.mark.asyncio
-async def test_weights_and_compression() -> None:
-    tensors = [{"w": torch.zeros(100)}, {"w": torch.full((100,), 8.0)}]
-    async with AsyncExitStack() as stack:
-        peers = await swarm(stack, tensors, compression=CompressionType.FLOAT16)
-        receipts = await asyncio.gather(peers[0].average(weight=1), peers[1].average(weight=3, gather={"loss": 0.5}))
-        for receipt in receipts:
-            assert receipt.gathered == {peers[0].endpoint: None, peers[1].endpoint: {"loss": 0.5}}
-    assert all(tensor["w"].tolist() == [6.0] * 100 for tensor in tensors)
-
-
-@pytest.mark.asyncio
 async def test_what_is_sent_may_depend_on_the_group() -> None:
     tensors = [{"w": torch.zeros(3)} for _ in range(3)]
     async with AsyncExitStack() as stack:
@@ -359,16 +325,6 @@ async def test_arguments_of_average_that_cannot_work(options: dict[str, Any]) ->
 
 
 @pytest.mark.asyncio
-async def test_weights_that_sum_to_zero() -> None:
-    tensors = [{"w": torch.zeros(1)}, {"w": torch.ones(1)}]
-    async with AsyncExitStack() as stack:
-        for receipt in await average(*await swarm(stack, tensors), weight=0):
-            assert receipt.outcome is Outcome.FAILED
-            assert "sum to zero" in receipt.reason
-    assert tensors[1]["w"].item() == 1.0
-
-
-@pytest.mark.asyncio
 async def test_only_one_average_at_a_time() -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, {"w": torch.zeros(1)})
@@ -405,22 +361,6 @@ async def test_outside_of_async_with_a_peer_says_so() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_taken_port() -> None:
-    async with AsyncExitStack() as stack:
-        first = await enter(stack, {"w": torch.zeros(1)})
-        with pytest.raises(ListenError, match=first.endpoint.rpartition(":")[2]):
-            await enter(stack, {"w": torch.zeros(1)}, listen=first.endpoint)
-
-
-@pytest.mark.asyncio
-async def test_seeds_that_do_not_answer_are_named() -> None:
-    async with AsyncExitStack() as stack:
-        with pytest.raises(JoinError) as raised:
-            await enter(stack, {"w": torch.zeros(1)}, join=["127.0.0.1:9", "localhost:19"], join_timeout=1.0)
-    assert set(raised.value.reasons) == {"127.0.0.1:9", "localhost:19"}
-
-
-@pytest.mark.asyncio
 async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() -> None:
     port = free_port()
     own = f"localhost:{port}"
@@ -431,14 +371,6 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
         founder = await enter(stack, {"w": torch.zeros(1)}, join=[own], **options)  # as without anybody to join
         other = await enter(stack, {"w": torch.zeros(1)}, join=[founder.endpoint])
         assert other.peers >= {founder.endpoint}
-
-
-@pytest.mark.asyncio
-async def test_another_run_is_not_joined() -> None:
-    async with AsyncExitStack() as stack:
-        first = await enter(stack, {"w": torch.zeros(1)}, run_id="one")
-        with pytest.raises(JoinError, match="one"):
-            await enter(stack, {"w": torch.zeros(1)}, run_id="two", join=[first.endpoint], join_timeout=1.0)
 
 
 @pytest.mark.asyncio
@@ -476,18 +408,6 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
         with pytest.raises(JoinError, match=words[what]) as raised:
             await enter(stack, {"w": torch.zeros(1)}, join=[first.endpoint], **joins)
         assert raised.value.refused
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_leaves_takes_its_declarations_back() -> None:
-    async with AsyncExitStack() as stack:
-        first = await enter(stack, {"w": torch.zeros(1)})
-        async with Peer({"w": torch.zeros(1)}, run_id="run", join=[first.endpoint]) as second:
-            await told(first, donors_key("run"), second.endpoint)
-            assert first.donors == [(0.0, second.endpoint)]
-            assert second.endpoint in first.peers
-        assert first.peers == {first.endpoint}
-        assert first.donors == []
 
 
 @pytest.mark.asyncio

@@ -86,21 +86,6 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
 
 
 @pytest.mark.asyncio
-async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tensor() -> None:
-    async with AsyncExitStack() as stack:
-        with pytest.raises(StateError, match="'w' has the name of an averaged tensor"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({"w": torch.ones(3)}, {}))
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("extra", [torch.eye(3).to_sparse(), torch.ones(3, device="meta")])
-async def test_what_cannot_travel_is_refused_before_anybody_asks_for_it(extra: torch.Tensor) -> None:
-    async with AsyncExitStack() as stack:
-        with pytest.raises(StateError, match="'e' has no dense values"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({"e": extra}, {}))
-
-
-@pytest.mark.asyncio
 async def test_a_dict_that_newcomers_could_not_read_is_refused_before_anybody_asks_for_it() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"the state's user dict: a dict has the key \(1, 2\)"):
@@ -141,14 +126,6 @@ async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_ear
                     break
         assert (await newcomer.download_state()).version == 5
     assert mine["w"].item() == 2.0
-
-
-@pytest.mark.asyncio
-async def test_nobody_to_download_from() -> None:
-    async with AsyncExitStack() as stack:
-        peer = await enter(stack, {"w": torch.zeros(1)})
-        with pytest.raises(StateError, match="no peer shares its state"):
-            await peer.download_state()
 
 
 @pytest.mark.asyncio

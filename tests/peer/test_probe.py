@@ -31,24 +31,6 @@ from tests.support.certificates import tls
 HERE, NONCE = "ipv4:127.0.0.1", bytes(range(NONCE_BYTES))
 
 
-class CountingServer:
-    """Counts the connections to it."""
-
-    def __init__(self) -> None:
-        self.connections = 0
-
-    def greet(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        writer.close()
-
-
-@asynccontextmanager
-async def counting(host: str = "127.0.0.1") -> AsyncIterator[tuple[CountingServer, int]]:
-    counts = CountingServer()
-    async with await asyncio.start_server(counts.greet, host, 0) as server:
-        yield counts, server.sockets[0].getsockname()[1]
-
-
 async def dial(endpoint: str, host: str = HERE, *, loopback: bool = True, nonce: bytes = NONCE) -> Any:
     return await dial_back(host, endpoint, nonce, None, loopback=loopback)
 
@@ -72,14 +54,6 @@ async def test_the_listener_of_the_caller_is_recognised() -> None:
     assert reached.outcome == DialOutcome.REACHED
     assert reached.seconds > 0
     assert another.outcome == DialOutcome.OTHER
-
-
-@pytest.mark.asyncio
-async def test_one_connection_and_nothing_that_was_read_is_told() -> None:
-    async with counting() as (counts, port):
-        dialled = await dial(f"127.0.0.1:{port}")
-    assert counts.connections == 1
-    assert (dialled.outcome, dialled.reason) == (DialOutcome.OTHER, "")
 
 
 @pytest.mark.asyncio
@@ -143,19 +117,6 @@ async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine
 async def test_addresses_at_which_no_peer_can_be(host: str, endpoint: str, loopback: bool) -> None:
     with pytest.raises(ProtocolViolationError):
         await dial(endpoint, host, loopback=loopback)
-
-
-@pytest.mark.asyncio
-async def test_a_nonce_of_another_size_is_refused() -> None:
-    with pytest.raises(ProtocolViolationError, match="nonce"):
-        await dial("127.0.0.1:80", nonce=b"short")
-
-
-@pytest.mark.asyncio
-async def test_a_caller_over_ipv6_may_have_an_address_of_ipv4() -> None:
-    async with greeting(NONCE) as port:
-        dialled = await dial(f"127.0.0.1:{port}", "ipv6:%5B::ffff:127.0.0.1%5D")
-    assert (dialled.outcome, dialled.caller) == (DialOutcome.REACHED, "127.0.0.1")
 
 
 @pytest.mark.asyncio

@@ -124,10 +124,3 @@ def test_a_download_that_fails_everywhere_changes_nothing(workers: Workers) -> N
     assert failure["first"] == 3.0
     for endpoint in workers.endpoints[:2]:
         assert endpoint in failure["message"]
-
-
-def test_nothing_keeps_the_pipes_of_a_process_that_is_killed_as_it_starts() -> None:
-    with JsonProcess("python", "-m", "averaging", "explain", "-") as process:  # waits for its input
-        process.kill()
-        assert process.wait() == -9
-    assert (process.seen, process.other_lines, process.stderr) == ([], [], "")

@@ -122,15 +122,6 @@ def test_sent_plus_residual_is_the_sum_of_the_changes(events: list[str], decay: 
         ledger.check()
 
 
-def test_a_small_change_is_sent_once_it_has_grown_in_the_residual() -> None:
-    ledger = Ledger(1.0, TopK(1e-9, 8))  # one element of each block
-    change = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    change["bias"][7], change["bias"][8] = 3.0, 2.0
-    ledger.happens("round", change)
-    sent = ledger.begin(change)
-    assert sent["bias"][7:9].tolist() == [0.0, 4.0]
-
-
 def test_what_a_round_reads_is_not_changed_by_it() -> None:
     feedback = feedback_of(topic_of())
     changes = [torch.randn(9100), *(torch.randn(600), torch.randn(4100), torch.randn(1), torch.randn(210))]
@@ -176,30 +167,6 @@ def test_a_state_is_loaded_by_name_whatever_the_density_was() -> None:
     other.load({name: saved[name] for name in ("bias", "matrix")})
     assert other.state().keys() == {"bias", "matrix"}
     assert all(torch.equal(saved[name], tensor) for name, tensor in other.state().items())
-
-
-def test_the_norms_of_what_is_left_and_of_the_last_change_are_known() -> None:
-    ledger = Ledger(1.0, TopK(1e-9, 8))
-    assert max(ledger.feedback.unsent()) == 0.0
-    change = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    change["bias"][0], change["bias"][1] = 4.0, 3.0
-    ledger.happens("round", change)
-    assert list(ledger.feedback.unsent()) == pytest.approx([3.0, 5.0])
-
-
-def test_double_precision_is_sent_and_kept_in_single_precision() -> None:
-    topic = make_topic(
-        PeerConfig(run_id="run"),
-        SharedTensors({"w": torch.zeros(100, dtype=torch.float64)}),
-        adopt="whole",
-        compression="top_k",
-        decay=1.0,
-    )
-    feedback, change = feedback_of(topic), torch.randn(100, dtype=torch.float64)
-    (sent,) = feedback.inputs([change])
-    feedback.applied()
-    assert isinstance(sent, SparseTensor)
-    torch.testing.assert_close(sent.dense() + feedback.state()["w"], change.float(), rtol=0, atol=1e-6)
 
 
 def test_infinity_and_nan_leave_the_residual_as_it_was() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -162,31 +161,3 @@ async def test_other_software_that_averages_the_same_tensors_is_refused_by_the_s
             for schema in others:
                 assert await us.asks_to_join(other, schema_hash=schema.hash) == "BAD_SCHEMA_HASH"
             averaging.cancel()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (
-            {"density": 1 / 32},
-            "density of top_k is 1/64 here and 1/32 there|density of top_k is 1/32 here and 1/64 there",
-        ),
-        ({"bits": 8}, "bits of top_k is 2 here and 8 there|bits of top_k is 8 here and 2 there"),
-        ({"mean_over": "all"}, "mean_over of top_k is (senders here and all|all here and senders) there"),
-    ],
-)
-def test_peers_with_other_options_meet_nobody_and_one_is_told_why(options: dict[str, Any], named: str) -> None:
-    swarm = Swarm(1)
-    tensors = [change(number) for number in range(2)]
-    peers = [swarm.peer(f"peer:{n + 1}", one, group_wait=3.0, group_size=2) for n, one in enumerate(tensors)]
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            topics = [topic_of(peers[0], tensors[0]), topic_of(peers[1], tensors[1], **options)]
-            receipts = await asyncio.gather(*(peer.average(topic) for peer, topic in zip(peers, topics, strict=True)))
-            assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP] * 2
-            assert re.search(named, " ".join(receipt.reason for receipt in receipts))
-
-    swarm.simulate(main())

@@ -18,7 +18,7 @@ from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
 from averaging.state.assembler import ReceivedState, StateAssembler, StateLimits
 from averaging.state.downloads import TRIES_PER_DONOR, download
-from averaging.state.manifest import State, check_state, pack, read_manifest, seal
+from averaging.state.manifest import State, check_state, pack, seal
 from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
 from tests.support.fake_transport import OneLane
@@ -330,10 +330,6 @@ OTHER_NAMES = [[name, *DESCRIBED["tensors"][0][1:]] for name in (None, 3, ["w"])
 def test_a_description_that_cannot_be_is_refused(told: dict[str, object], error: str) -> None:
     with pytest.raises(StateError, match=error):
         StateAssembler(None).feed(metadata(**told))
-
-
-def test_an_application_that_reports_nothing_gives_an_empty_map() -> None:
-    assert read_manifest(metadata(user=None).metadata).user == {}
 
 
 @pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19])])

@@ -139,32 +139,17 @@ BROKEN_STATES: dict[str, Any] = {
     "nothing": lambda good: [],
     "no metadata": lambda good: [{"tensor_part": good[0]["tensor_part"]}, *good[1:]],
     "unreadable metadata": lambda good: [good[0] | {"metadata": b"\xc1"}, *good[1:]],
-    "metadata of another kind": lambda good: [good[0] | {"metadata": msgpack.encode([1, 2])}, *good[1:]],
-    "no version": lambda good: changed(good, version=None),
-    "a negative version": lambda good: changed(good, version=-1),
     "ends in a tensor": lambda good: good[:3],
-    "ends after a tensor": lambda good: good[:-1],
-    "metadata alone": lambda good: [{"metadata": good[0]["metadata"]}],
     "a wrong digest": lambda good: changed(good, digest=[b"\0" * 32, *told(good, "digest")[1:]]),
-    "a digest that is none": lambda good: changed(good, digest=["xyz", *told(good, "digest")[1:]]),
-    "a digest too few": lambda good: changed(good, digest=told(good, "digest")[1:]),
     "a changed byte": lambda good: first_tensor(good, buffer=b"\xff" + good[0]["tensor_part"]["buffer"][1:]),
     "a tensor too many": lambda good: [*good, good[-1]],
-    "a chunk too many": lambda good: [*good, {"tensor_part": {"buffer": b"1234"}}],
     "a chunk twice": lambda good: [*good[:2], good[1], *good[2:]],
-    "another number of chunks": lambda good: first_tensor(good, chunks=2),
-    "a negative number of chunks": lambda good: first_tensor(good, chunks=-1),
     "another shape than announced": lambda good: first_tensor(good, size=[3]),
-    "another dtype than announced": lambda good: first_tensor(good, dtype="int32"),
     "a compressed tensor": lambda good: first_tensor(good, compression="FLOAT16"),
     "other tensors than ours": lambda good: changed(good, tensors=told(good, "tensors")[::-1]),
-    "fewer tensors than ours": lambda good: changed(
-        good, tensors=told(good, "tensors")[:1], digest=told(good, "digest")[:1]
-    ),
     "a tensor without end": lambda good: changed(
         good, tensors=[*told(good, "tensors"), ["x", "float32", [1 << 40]]], digest=[*told(good, "digest"), b"\0" * 32]
     ),
-    "a shape that is none": lambda good: changed(good, tensors=[["w", "float32", [-1]], *told(good, "tensors")[1:]]),
 }
 
 
@@ -196,15 +181,6 @@ async def test_the_next_donor_is_asked_after_a_silent_one(foreign: Foreign, sent
         messages = await pack(foreign, theirs)
         await offer(us, bad, messages[:sent], 9.0, hangs=True)
         await offer(us, good, messages, 7.0)
-        assert (await us.peer.download_state()).version == 7
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-async def test_a_donor_that_sends_all_and_never_ends_its_stream(foreign: Foreign) -> None:
-    donor = await foreign.peer()
-    ours, theirs = named(1), named(2)
-    async with our_peer(ours, stall_timeout=SILENCE) as us:
-        await offer(us, donor, await pack(foreign, theirs), 7.0, hangs=True)
         assert (await us.peer.download_state()).version == 7
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
