@@ -129,18 +129,6 @@ def test_no_part_waits_longer_than_the_limit_although_small_parts_are_answered(p
     assert virtual_time.run(held_back()) == pytest.approx(min(10 * pause, MAX_HOLD_SECONDS))
 
 
-@pytest.mark.parametrize(("pause", "named"), [(0.012, False), (0.1, True)])
-def test_a_slightly_slower_member_is_no_straggler(pause: float, named: bool) -> None:
-    """The others take 10 ms for each part, and their windows soon limit them to the rate of the slow member."""
-    simulation = Simulation(3, NODES, [(4000,)], latency=(0.001, 0.001))
-    for name in simulation.transports:
-        simulation.slow_down(name, pause if name == SLOW else 0.010)
-    virtual_time.run(simulation.run())
-    for name, result in simulation.results.items():
-        if name != SLOW:
-            assert (result.straggler is not None) == named, result.straggler
-
-
 def test_small_parts_do_not_wait_for_each_other() -> None:
     """For example the many biases of a model on a long link: the window counts bytes."""
     simulation = Simulation(4, NODES, [(16,), *[(1,)] * 400], latency=(0.2, 0.2))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from statistics import median
-from typing import Any
 
 import pytest
 
-from averaging import Peer
-from averaging.protocol.group import Mode
 from averaging.receipts.explanation import explain
-from averaging.receipts.receipt import LateArrival, Receipt, Role
+from averaging.receipts.receipt import Receipt
 from tests.support.selection import rest_is_long
-from tests.support.swarm import Swarm, scalars
 from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site
 
 NAMES = [f"peer-{number}:1" for number in range(4)]
@@ -82,60 +76,3 @@ def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
     assert len(told) > 20
     assert not [receipt for receipt in told if receipt.last_to_arrive is not None]
     assert "last to arrive: no peer regularly" in list(explain(told, summary_only=True))
-
-
-def averaging(swarm: Swarm, peers: Sequence[Peer], starts: Sequence[float]) -> list[Receipt]:
-    """The receipts of one round, for which each peer begins to look so many seconds after all have been entered."""
-
-    async def average(peer: Peer, start: float) -> Receipt:
-        await asyncio.sleep(start)
-        return await peer.average()
-
-    async def main() -> list[Receipt]:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            return await asyncio.gather(*map(average, peers, starts))
-
-    receipts: list[Receipt] = swarm.simulate(main())
-    assert {len(receipt.members) for receipt in receipts} == {len(peers)}
-    return receipts
-
-
-def patient(swarm: Swarm, modes: Sequence[Mode], group_wait: float = 30.0) -> list[Peer]:
-    """Peers that wait for each other."""
-    tensors = scalars(len(modes), 1)
-    return [
-        swarm.peer(
-            f"{number}:1",
-            [tensor],
-            mode=mode,
-            group_size=len(modes),
-            min_group_size=len(modes),
-            round_timeout=60.0,
-            group_wait=group_wait,
-        )
-        for number, (mode, tensor) in enumerate(zip(modes, tensors, strict=True))
-    ]
-
-
-def named(receipt: Receipt) -> tuple[str, Any]:
-    """Who arrived last, and how many seconds after the others; nobody and 0 if nobody is named."""
-    late = receipt.last_to_arrive or LateArrival("", 0.0)
-    return late.endpoint, late.seconds
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_client_that_comes_late_is_named_by_its_leader_and_nobody_else_is(seed: int) -> None:
-    swarm = Swarm(seed)
-    peers = patient(swarm, [Mode.NODE, Mode.NODE, Mode.NODE, Mode.CLIENT])
-    receipts = averaging(swarm, peers, [0.0, 0.1, 0.2, 5.0])
-    client = receipts[3].endpoint
-    for receipt in receipts:
-        if receipt.role is Role.LEADER:
-            assert named(receipt) == (client, pytest.approx(4.8, abs=0.1))
-        else:
-            assert receipt.last_to_arrive is None
-            waited = {account.endpoint: account.waited for account in receipt.accounts}
-            assert (waited[client] is None) == (receipt.endpoint != client)
-    assert all(one.step_rate is None for receipt in receipts for one in receipt.accounts)  # nobody trains

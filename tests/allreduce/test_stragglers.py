@@ -131,15 +131,6 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
     return virtual_time.run(main())
 
 
-def test_a_straggler_must_delay_a_sufficient_fraction_of_the_round() -> None:
-    assert played((1.0, "b"), (1.0, "b"), (2.0, "c"), (3.0, "c")).straggler == Straggler("c", 2.0, "parts")
-    assert played((8.0, "b"), (8.0, "b"), (8.5, "c"), (9.0, "c")).straggler is None
-
-
-def test_an_auxiliary_that_sends_nothing_is_no_straggler() -> None:
-    assert played((1.0, "b"), (1.0, "c"), (3.0, "b"), (3.0, "c")).straggler is None
-
-
 def test_time_before_this_member_is_ready_does_not_count() -> None:
     assert played((0.1, "b"), (0.2, "b"), (5.0, "a"), (5.1, "c"), (5.2, "c")).straggler is None
     assert played((0.1, "b"), (0.2, "b"), (1.0, "a"), (5.0, "c")).straggler == Straggler("c", 4.0, "parts")

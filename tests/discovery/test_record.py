@@ -188,25 +188,6 @@ def test_a_full_table_refuses_new_records_and_accepts_updates() -> None:
     assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW + 10).is_new
 
 
-def test_the_number_of_records_of_one_owner_is_limited() -> None:
-    t = table(RecordLimits(records_per_owner=2))
-    for number in range(2):
-        assert t.merge(record(subkey=f"{number}:1"), NOW).is_new
-    assert t.merge(record(subkey="2:1"), NOW).reason is Reason.OWNER_FULL
-    assert t.merge(record(subkey="2:1", owner=OWNERS[1]), NOW).is_new
-    t.expire(NOW + 10)
-    assert t.merge(record(subkey="2:1", expiration=NOW + 20), NOW + 10).is_new
-
-
-def test_a_record_with_the_id_of_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.discovery.gossip.record_table.record_id", lambda *_: 7)
-    held = table()
-    assert held.merge(record(), NOW).is_new
-    assert held.merge(record(subkey="b:1"), NOW).reason is Reason.CLASH
-    assert held.merge(record(version=11), NOW).is_new
-    assert set(held.read("run.0b")) == {"a:1"}
-
-
 def test_comparing_tables_finds_what_each_lacks() -> None:
     here, there = table(), table()
     both, only_here, newer_here, newer_there = (record(subkey=f"{name}:1") for name in "abcd")

@@ -13,7 +13,6 @@ import torch
 
 from averaging import Peer
 from averaging.config import PeerConfig
-from averaging.discovery.etcd import EtcdSettings
 from averaging.doctor import Examination, Finding, Severity, examine
 from averaging.errors import AveragingError
 from averaging.monitor.collector import Collector
@@ -69,11 +68,6 @@ def options(etcd: Etcd) -> Any:
     return etcd.files
 
 
-def of_etcd_alone(etcd: Etcd) -> Any:
-    """Certificates for etcd; the peers do without, since 64 in one process would make thousands of TLS connections."""
-    return {name.replace("tls", "etcd"): file for name, file in etcd.files.items()}
-
-
 def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3,), value)}
 
@@ -114,35 +108,6 @@ async def test_peers_meet_average_and_leave_nothing(etcd: Etcd) -> None:
         assert {finding.peer for finding in examined if finding.peer} == {peer.endpoint for peer in [*peers, newcomer]}
         await stack.aclose()
         assert (await cluster.list_values(b"averaging/", 9)).values == ()
-
-
-@pytest.mark.asyncio
-async def test_64_peers_average_in_groups_of_8_and_each_holds_a_part(etcd: Etcd) -> None:
-    """Each looks under the key of its group, and holds no record of the others but those of its neighbours."""
-    async with cluster_of(etcd), AsyncExitStack() as stack:
-        name = name_of(etcd)
-        peers = [
-            Peer(
-                *({"w": torch.full((3,), float(number))},),
-                run_id="run",
-                discovery=name,
-                group_size=8,
-                group_wait=30.0,
-                group_bits=f"{number // 8:03b}",
-                share_state=False,
-                direct_listen="off",
-                **of_etcd_alone(etcd),
-            )
-            for number in range(64)
-        ]
-        for start in range(0, 64, 8):
-            await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers[start : start + 8]))
-        for turn in range(2):
-            receipts = await average(*peers)
-            assert [len(receipt.members) for receipt in receipts] == [8] * 64, turn
-        assert all(torch.allclose(peer.own_tensors[0], torch.full((3,), 31.5)) for peer in peers)
-        for peer in peers:
-            assert len(peer.discovery.endpoints()) <= EtcdSettings().neighbours + 3 * 8
 
 
 @pytest.mark.asyncio

@@ -13,8 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from averaging import AveragingError, TLSFiles
 from averaging.elastic.handler import create_handler
-from averaging.elastic.register import Register, SwapResult
-from averaging.elastic.session import EtcdRegister
+from averaging.elastic.register import Register
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, read_credentials
 from tests.elastic.jobs import Job
@@ -39,27 +38,6 @@ async def up(register: Register) -> None:
                 return
             except PeerUnreachableError:
                 await asyncio.sleep(0.1)
-
-
-@pytest.mark.asyncio
-async def test_get_and_compare_and_set(etcd: Etcd) -> None:
-    """A member that does not answer is passed over."""
-    known = credentials(etcd)
-    dead, alive = (f"127.0.0.1:{port}" for port in (free_port(), etcd.port))
-    async with RpcChannel(dead, credentials=known) as one, RpcChannel(alive, credentials=known) as other:
-        register = EtcdRegister([one, other])
-        await up(register)
-        assert await register.get("k") is None
-        first = await register.compare_and_set("k", b"1", None)
-        assert first.done
-        assert first.entry is not None
-        assert await register.get("k") == first.entry
-        assert await register.compare_and_set("k", b"2", None) == SwapResult(first.entry, done=False)
-        second = await register.compare_and_set("k", b"2", first.entry.token)
-        assert second.done
-        assert await register.compare_and_set("k", b"3", first.entry.token) == second.__class__(
-            second.entry, done=False
-        )
 
 
 @pytest.mark.asyncio

@@ -114,15 +114,3 @@ async def test_other_keys_and_what_is_no_address_are_not_read(etcd: Etcd) -> Non
     assert await reader.read() == ["b:1"]
     for seeds in (reader, other):
         await seeds.close()
-
-
-@pytest.mark.asyncio
-async def test_what_others_wrote_is_dialled_only_where_a_peer_can_be(etcd: Etcd) -> None:
-    """Whoever may write under the key could have peers call the metadata service of a cloud."""
-    text = seed(etcd)
-    writer = await up(etcd, text)
-    await writer.publish("169.254.169.254:80")
-    with pytest.raises(AveragingError, match="is not dialled: 169.254.169.254 is a link-local address"):
-        async with AsyncExitStack() as stack:
-            await enter(stack, tensors(1.0), join=[text], join_timeout=1.0, **etcd.files)
-    await writer.close()

@@ -16,7 +16,6 @@ from averaging.matchmaking import rules
 from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate, LeaderStanding
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
-from averaging.timing.deadlines import VERDICT_SECONDS
 
 HASH = b"h" * 32
 NOW = 1000.0
@@ -181,26 +180,6 @@ def test_deserters_are_asked_late() -> None:
 
     assert at(NOW) == ([], NOW + 2)
     assert at(NOW + 2) == ([Declaration(NOW + 5, "a:1")], None)
-
-
-def test_a_thousand_silent_peers_cost_a_few_head_starts() -> None:
-    assert rules.requests_to_start(1, 100) == 0
-    asked, batches = 0, 0
-    while asked < 1000:
-        number = rules.requests_to_start(0, asked)
-        assert 1 <= number <= rules.MAX_OPEN_REQUESTS
-        asked, batches = asked + number, batches + 1
-    assert batches < 40
-    assert rules.requests_to_start(0, 0) == rules.requests_to_start(0, 1) == 1
-
-
-def test_a_head_start_follows_what_is_known() -> None:
-    assert rules.head_start(None, None, 0) == VERDICT_SECONDS  # no peer is known
-    assert rules.head_start(None, 0.2, 0) == rules.NEW_PEER_HEAD_START  # a connection must be made first
-    assert rules.head_start(0.3, 0.2, 0) == 0.3
-    assert rules.head_start(0.01, 0.2, 0) == rules.MIN_HEAD_START
-    assert rules.head_start(9.0, 9.0, 0) == VERDICT_SECONDS
-    assert rules.head_start(0.3, 0.2, rules.MAX_UNANSWERED) == 0.0
 
 
 @pytest.mark.parametrize(

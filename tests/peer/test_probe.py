@@ -120,6 +120,13 @@ async def test_addresses_at_which_no_peer_can_be(host: str, endpoint: str, loopb
 
 
 @pytest.mark.asyncio
+async def test_a_caller_over_ipv6_may_have_an_address_of_ipv4() -> None:
+    async with greeting(NONCE) as port:
+        dialled = await dial(f"127.0.0.1:{port}", "ipv6:%5B::ffff:127.0.0.1%5D")
+    assert (dialled.outcome, dialled.caller) == (DialOutcome.REACHED, "127.0.0.1")
+
+
+@pytest.mark.asyncio
 async def test_a_listener_without_tls_has_no_certificate_for_its_host() -> None:
     async with greeting(NONCE) as port:
         plain = await dial_back(HERE, f"127.0.0.1:{port}", NONCE, tls("127.0.0.1"), loopback=True)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.allreduce import Part
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt, SparseFeedback, Topic
@@ -159,16 +158,6 @@ def test_what_was_sent_to_a_round_that_the_run_has_given_up_is_taken_back() -> N
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
 
 
-def test_a_state_is_loaded_by_name_whatever_the_density_was() -> None:
-    ledger = Ledger(1.0, TopK(1 / 64, 2))
-    ledger.happens("round", changes_of(1))
-    saved = ledger.feedback.state()
-    other = feedback_of(topic_of(top_k=TopK(1 / 8, 8), decay=0.5))
-    other.load({name: saved[name] for name in ("bias", "matrix")})
-    assert other.state().keys() == {"bias", "matrix"}
-    assert all(torch.equal(saved[name], tensor) for name, tensor in other.state().items())
-
-
 def test_infinity_and_nan_leave_the_residual_as_it_was() -> None:
     ledger = Ledger(1.0, TopK())
     ledger.happens("round", changes_of(1))
@@ -179,16 +168,6 @@ def test_infinity_and_nan_leave_the_residual_as_it_was() -> None:
         ledger.begin(bad)
     ledger.feedback.applied()  # there is nothing to apply
     assert all(torch.equal(before[name], tensor) for name, tensor in ledger.feedback.state().items())
-
-
-def test_a_result_in_parts_is_written_in_the_order_of_the_tensor() -> None:
-    topic = topic_of()
-    layout = feedback_of(topic).layouts[0]
-    matrix = torch.randn(SHAPES["matrix"])
-    flat = layout.to_blocks(matrix)
-    parts = [(Part.of(0, start, stop), flat[start:stop]) for start, stop in layout.cuts(1)]
-    assert len(parts) > 3
-    assert torch.equal(feedback_of(topic).dense(0, parts), matrix.reshape(-1))
 
 
 def test_only_changes_can_be_sent_sparsely() -> None:

@@ -13,11 +13,10 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.peer import SparseFeedback, Topic
-from averaging.protocol import CompressionType, MeanOver, Mode, TopK
+from averaging.protocol import CompressionType, TopK
 from tests.foreign.driver import DEADLINE, Foreign, our_peer
 from tests.support.certificates import HERE, write
 from tests.support.peers import swarm
-from tests.support.swarm import Swarm
 
 WAITS = {"NOT_LOOKING_FOR_GROUP", "NOT_DECLARED"}
 
@@ -61,54 +60,6 @@ def check_conserved(topics: list[Topic], given: list[dict[str, torch.Tensor]], r
             whole += 0 if lost is None else feedback.layouts[number].from_blocks(lost).double()
         expected = torch.stack([one[name] for one in given]).double().mean(dim=0)
         torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
-
-
-def test_a_client_and_an_auxiliary_take_part() -> None:
-    swarm = Swarm(1)
-    modes = [Mode.NODE, Mode.NODE, Mode.CLIENT, Mode.AUXILIARY]
-    tensors = [change(number) for number in range(3)] + [change(9)]
-    given = [{name: tensor.clone() for name, tensor in one.items()} for one in tensors[:3]]
-    options: dict[str, Any] = {"group_size": 4, "group_wait": 5.0, "part_size_bytes": 8192}
-    peers = [
-        swarm.peer(f"peer:{number + 1}", tensors[number], mode=mode, **options) for number, mode in enumerate(modes)
-    ]
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            mean = {"density": 1 / 64, "bits": 8, "mean_over": MeanOver.ALL}
-            topics = [topic_of(peer, one, **mean) for peer, one in zip(peers, tensors, strict=True)]
-            untouched = {name: tensor.clone() for name, tensor in tensors[3].items()}
-            rounds = []
-            for _ in range(3):
-                receipts = await average(peers, topics)
-                assert len({receipt.digest for receipt in receipts[:3]}) == 1
-                assert all(torch.equal(tensors[0][name], tensors[2][name]) for name in SHAPES)
-                assert all(torch.equal(tensors[3][name], tensor) for name, tensor in untouched.items())
-                rounds.append({name: tensor.clone() for name, tensor in tensors[0].items()})
-                for one in tensors[:3]:
-                    for tensor in one.values():
-                        tensor.zero_()  # nothing was trained since
-            # No norm was limited: with one round's change, all have about the same in each part.
-            sent = [receipts[2].part_bytes_sent, receipts[2].part_bytes_received, receipts[3].part_bytes_sent]
-            assert sent[0] > 0 == sent[1] == sent[2]
-            assert feedback_of(topics[3]).replies.tensors
-            assert not feedback_of(topics[3]).state()
-            assert not feedback_of(topics[2]).replies.tensors
-            check_same_mean(topics, given, rounds)
-
-    swarm.simulate(main())
-
-
-def check_same_mean(topics: list[Topic], given: list[dict[str, torch.Tensor]], rounds: list[dict[str, Any]]) -> None:
-    """The largest elements have arrived; norms may have been limited."""
-    for name, shape in SHAPES.items():
-        mean = torch.stack([one[name] for one in given]).mean(dim=0)
-        arrived = sum((one[name] for one in rounds), torch.zeros(shape))
-        kept = arrived != 0
-        assert bool(kept.any())
-        assert float(torch.cosine_similarity(arrived[kept], mean[kept], dim=0)) > 0.8
 
 
 @pytest.mark.asyncio

@@ -144,15 +144,6 @@ async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
     assert equal(found, state(2))
 
 
-@pytest.mark.asyncio
-async def test_one_donor_that_leaves_out_what_is_there_delivers_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.state.manifest.MAX_JOINED", 1)
-    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 1, 2, 99]}, resumes=True)
-    found, _ = await donors.fetch()
-    assert equal(found, state(1))
-    assert len(donors.calls) == 4
-
-
 SIZES = st.lists(st.sampled_from([0, 1, 3, 8, 20]), max_size=6)
 
 
@@ -351,6 +342,8 @@ def test_no_more_or_fewer_bytes_come_than_were_announced(chunks: int, pieces: li
     [
         ({"w": torch.zeros(1)}, {}, "'w' has the name of an averaged tensor"),
         ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
+        ({"z": torch.eye(3).to_sparse()}, {}, "'z' has no dense values"),
+        ({"z": torch.ones(3, device="meta")}, {}, "'z' has no dense values"),
         ({}, {"model": object()}, "msgpack cannot pack"),
         ({}, {"step": 2**65}, "msgpack cannot pack"),
         ({}, {"names": {"a"}}, "msgpack cannot pack the state's user dict: can not serialize 'set' object"),

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import cast
 
 import grpc
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from averaging.errors import CallRefusedError, ClosedError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.error_mapping import refuse
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
     REQUEST,
@@ -124,28 +122,3 @@ async def test_messages_that_are_too_large() -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         with pytest.raises(CallRefusedError, match="the message is too large to be sent: 8"):
             await anext(caller.aggregate_part(endpoint, parts(1, 2 * MAX_MESSAGE_BYTES)))
-
-
-class LostContext:
-    """The context of a call whose caller is gone: every operation on it fails."""
-
-    aborted = False
-
-    def peer(self) -> str:
-        return "ipv4:192.0.2.7:4222"
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.aborted = True
-        raise grpc.aio.InternalError("Failed")
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("error", "answered"), [(grpc.aio.InternalError("a write"), False), (ProtocolViolationError("no member"), True)]
-)
-async def test_a_caller_that_is_gone_gets_no_answer_and_nobody_complains(error: Exception, answered: bool) -> None:
-    """On the wire the cancellation comes first in all but one lost call of some hundreds, so this one is made up."""
-    context = LostContext()
-    with pytest.raises(asyncio.CancelledError):
-        await refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error)
-    assert context.aborted is answered

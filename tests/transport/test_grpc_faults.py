@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
-from typing import cast
 
 import grpc
 import pytest
 
 from averaging.errors import (
     AveragingError,
-    BusyError,
     CallRefusedError,
-    ClosedError,
     PeerUnreachableError,
     ProtocolViolationError,
     RefusalCause,
-    ViolationKind,
 )
-from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call, refuse
+from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call
 
 DIALLING = "failed to connect to all addresses; last error: "
 
@@ -149,32 +144,6 @@ def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool,
     assert error.cause is RefusalCause.UNAUTHENTICATED
     assert error.reason == reason
     assert error.definite
-
-
-class Context:
-    """The context of a call, which keeps what its caller is told."""
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.told = code, details
-        raise grpc.aio.AbortError("as gRPC's own does")
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ProtocolViolationError("words"), grpc.StatusCode.INVALID_ARGUMENT),
-        (ProtocolViolationError("words", kind=ViolationKind.NON_FINITE), grpc.StatusCode.INVALID_ARGUMENT),
-        (ProtocolViolationError("words", kind=ViolationKind.FOREIGN_ENDPOINT), grpc.StatusCode.PERMISSION_DENIED),
-        (CallRefusedError("a:1", "words", RefusalCause.WRONG_RUN), grpc.StatusCode.NOT_FOUND),
-        (BusyError("words"), grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (ClosedError("words"), grpc.StatusCode.FAILED_PRECONDITION),
-    ],
-)
-def test_each_refusal_has_its_status(error: Exception, code: grpc.StatusCode) -> None:
-    context = Context()
-    with pytest.raises(grpc.aio.AbortError):
-        asyncio.run(refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error))
-    assert context.told == (code, str(error))
 
 
 def test_the_reason_of_a_violation_is_its_message_without_the_endpoint() -> None:

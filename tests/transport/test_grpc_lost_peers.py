@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import cast
 
 import grpc
 import pytest
@@ -21,7 +20,6 @@ from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import channel_options, methods
-from averaging.transport.grpc import channels as grpc_channels
 from averaging.transport.grpc.channels import Channels, target
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import (
@@ -254,38 +252,6 @@ async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) 
         await anext(replies)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(replies), 5)
-
-
-class Ending:
-    """A call whose status is grpcio's own about a failed write, until it has been asked for `tries` times."""
-
-    def __init__(self, tries: int, code: grpc.StatusCode) -> None:
-        self._tries = tries
-        self._code = code
-
-    async def code(self) -> grpc.StatusCode:
-        self._tries -= 1
-        return self._code if self._tries < 0 else grpc.StatusCode.INTERNAL
-
-    async def details(self) -> str:
-        return "Socket closed" if self._tries < 0 else "Internal error from Core"
-
-
-@pytest.mark.asyncio
-async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the wire the write fails first in one lost connection of some hundreds, so the call here is made up."""
-    monkeypatch.setattr(grpc_channels, "STATUS_TRIES", 5)
-
-    async def status(tries: int, code: grpc.StatusCode) -> grpc.StatusCode | None:
-        try:
-            await grpc_channels.raise_for_callee_status(cast("grpc_channels.StreamCall", Ending(tries, code)))
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return None
-
-    assert await status(3, grpc.StatusCode.OK) is None
-    assert await status(3, grpc.StatusCode.ABORTED) is grpc.StatusCode.ABORTED
-    assert await status(5, grpc.StatusCode.OK) is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.asyncio

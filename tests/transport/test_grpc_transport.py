@@ -20,7 +20,6 @@ from averaging.transport.grpc.methods import LIST_RECORDS
 from tests.support.grpc_fakes import (
     DIGEST,
     RECORD,
-    REQUEST,
     FakeGossip,
     FakePeer,
     client,
@@ -136,15 +135,6 @@ async def test_gossip() -> None:
     assert gossip.digests == [DIGEST, DIGEST]
     assert gossip.pushed == [("run", rumours)]
     assert [record.key for record in listed] == ["run.all_averagers"]
-
-
-@pytest.mark.asyncio
-async def test_a_caller_that_closes_the_call_closes_the_service() -> None:
-    service = FakePeer()
-    async with serving(service) as (_, endpoint), client() as caller:
-        async with aclosing(caller.join_group(endpoint, REQUEST)) as replies:
-            await anext(replies)
-        await asyncio.wait_for(service.closed.wait(), 5)
 
 
 @pytest.mark.asyncio
