@@ -19,6 +19,7 @@ from averaging.tensors.compression import encode
 from averaging.testing import virtual_time
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 from tests.support.selection import rest_is_long
+from tests.support.simulated import in_virtual_time
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -197,23 +198,20 @@ def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
         assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[torch.float32])
 
 
-def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(1, nodes(2))
-
-    async def main() -> None:
-        reducing = simulation.rounds["peer:1"]._reducing
-        part = AveragingData(
-            MessageCode.PART_FOR_AVERAGING,
-            simulation.group.group_id,
-            "peer:2",
-            encode(torch.ones(16), CompressionType.NONE),
-        )
-        serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
-        answer = asyncio.ensure_future(anext(serving))
-        await asyncio.sleep(0)  # the stream is open and its parts are not read yet
-        reducing.drop_unfinished("the round's deadline passed")
-        assert (await answer).code is MessageCode.CANCELLED
-        await serving.aclose()
-
-    virtual_time.run(main())
+    reducing = simulation.rounds["peer:1"]._reducing
+    part = AveragingData(
+        MessageCode.PART_FOR_AVERAGING,
+        simulation.group.group_id,
+        "peer:2",
+        encode(torch.ones(16), CompressionType.NONE),
+    )
+    serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
+    answer = asyncio.ensure_future(anext(serving))
+    await asyncio.sleep(0)  # the stream is open and its parts are not read yet
+    reducing.drop_unfinished("the round's deadline passed")
+    assert (await answer).code is MessageCode.CANCELLED
+    await serving.aclose()
     assert caplog.records == []

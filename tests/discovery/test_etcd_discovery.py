@@ -25,6 +25,7 @@ from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
 from tests.support.gossip_swarm import NO_AVERAGING
 from tests.support.memory_etcd import MemoryEtcd, MemoryEtcdClient
+from tests.support.simulated import in_virtual_time
 
 KEY = "run.0b"
 LAYOUT = RecordLayout("run")
@@ -212,7 +213,8 @@ def test_what_a_peer_holds_does_not_grow_with_the_run() -> None:
 
 
 @pytest.mark.parametrize("bits", [False, True], ids=["one-key", "a-key-for-each-group"])
-def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
+@in_virtual_time
+async def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
     rng, latency = random.Random(3), (0.02, 0.08)
     network, etcd = MemoryNetwork(rng, latency=latency), MemoryEtcd(latency, rng)
 
@@ -222,29 +224,26 @@ def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
             *("run", endpoint, etcd.client()), identity=UnsignedIdentity(rng), clock=virtual_time.clock, rng=own
         )
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            peers = [
-                Peer(
-                    {"w": torch.full((1,), float(number))},
-                    run_id="run",
-                    context=PeerContext(
-                        network.transport(f"p{number}:1"), discovery, virtual_time.clock, random.Random(number)
-                    ),
-                    group_size=4,
-                    group_bits=f"{number // 4:02b}" if bits else "",
-                )
-                for number in range(16)
-            ]
-            await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers))
-            for _ in range(2):
-                await asyncio.sleep(1)
-                receipts = await asyncio.gather(*(peer.average() for peer in peers))
-                assert [len(receipt.members) for receipt in receipts] == [4] * 16
-            if bits:
-                assert {peer.own_tensors[0].item() for peer in peers} == {7.5}
-
-    virtual_time.run(main())
+    async with AsyncExitStack() as stack:
+        peers = [
+            Peer(
+                {"w": torch.full((1,), float(number))},
+                run_id="run",
+                context=PeerContext(
+                    network.transport(f"p{number}:1"), discovery, virtual_time.clock, random.Random(number)
+                ),
+                group_size=4,
+                group_bits=f"{number // 4:02b}" if bits else "",
+            )
+            for number in range(16)
+        ]
+        await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers))
+        for _ in range(2):
+            await asyncio.sleep(1)
+            receipts = await asyncio.gather(*(peer.average() for peer in peers))
+            assert [len(receipt.members) for receipt in receipts] == [4] * 16
+        if bits:
+            assert {peer.own_tensors[0].item() for peer in peers} == {7.5}
     assert network.errors == []
 
 

@@ -14,15 +14,15 @@ from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, GossipSwarm, everywhere, in_an_hour, joined, now, until
 from tests.support.selection import rest_is_long
+from tests.support.simulated import in_virtual_time
 
 # Spreading
 
 
 @pytest.mark.parametrize("count", [2, 8, pytest.param(64, marks=pytest.mark.long)])
-def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> None:
-    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> None:
+    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6)) as swarm:
         peers = await swarm.grow(count)
         assert everywhere(peers, PEERS, set(swarm.hosts))()
         before = swarm.network.calls["push"]
@@ -32,10 +32,9 @@ def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> No
         assert seconds <= hops * (0.04 + swarm.settings.tick) + 0.01
         assert swarm.network.calls["push"] - before == count - 1
 
-    swarm.simulate(main())
 
-
-def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: Counter[tuple[int, int]] = Counter()  # by peer and version
 
     def verify(identity: UnsignedIdentity, run_id: str, record: Record) -> bool:
@@ -44,9 +43,7 @@ def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch) -> N
         return True
 
     monkeypatch.setattr(UnsignedIdentity, "verify", verify)
-    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=0.05))
-
-    async def main() -> None:
+    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=0.05)) as swarm:
         peers = await swarm.grow(8)
         for value in (b"one", b"two"):
             await peers[3].store(KEY, "a:1", value, in_an_hour())
@@ -58,13 +55,10 @@ def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(1.0)
         assert len(checked) == 3 * 8
 
-    swarm.simulate(main())
 
-
-def test_records_of_one_tick_travel_in_one_message() -> None:
-    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
-
-    async def main() -> None:
+@in_virtual_time
+async def test_records_of_one_tick_travel_in_one_message() -> None:
+    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6)) as swarm:
         peers = await swarm.grow(16)
         before = swarm.network.calls["push"]
         for number in range(20):
@@ -72,13 +66,10 @@ def test_records_of_one_tick_travel_in_one_message() -> None:
         await until(everywhere(peers, KEY, {f"a:{number + 1}" for number in range(20)}), within=1)
         assert swarm.network.calls["push"] - before == 15
 
-    swarm.simulate(main())
 
-
-def test_exchanges_bring_what_rumours_missed() -> None:
-    swarm = GossipSwarm(3)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_exchanges_bring_what_rumours_missed() -> None:
+    async with GossipSwarm(3) as swarm:
         peers = await swarm.grow(16)
         swarm.network.freeze("peer-5:1")
         await peers[0].store(KEY, "a:1", b"", in_an_hour())
@@ -87,14 +78,13 @@ def test_exchanges_bring_what_rumours_missed() -> None:
         swarm.network.thaw("peer-5:1")
         await until(everywhere(peers, KEY, {"a:1"}), within=10)
 
-    swarm.simulate(main())
-
 
 @pytest.mark.parametrize("signed", rest_is_long([False, True]))
-def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
-    swarm = GossipSwarm(4, loss=0.2, settings=GossipSettings(tick=1.0))  # fewer messages, so that it is fast
-
-    async def main() -> None:
+@in_virtual_time
+async def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
+    async with GossipSwarm(
+        4, loss=0.2, settings=GossipSettings(tick=1.0)
+    ) as swarm:  # fewer messages, so that it is fast
         names = [f"peer-{number}:1" for number in range(64)]
         for number, name in enumerate(names):
             identity = Ed25519Identity(number.to_bytes(32, "little")) if signed else None
@@ -115,13 +105,10 @@ def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(sign
         # A renewal may be lost so often that the record before it expires, but it arrives.
         await until(everywhere(peers, PEERS, set(names)), within=10, step=1.0)
 
-    swarm.simulate(main())
 
-
-def test_dead_peers_cut_no_peer_off_from_rumours() -> None:
-    swarm = GossipSwarm(5, settings=GossipSettings(exchange_interval=1e6, peer_lifetime=1000.0))
-
-    async def main() -> None:
+@in_virtual_time
+async def test_dead_peers_cut_no_peer_off_from_rumours() -> None:
+    async with GossipSwarm(5, settings=GossipSettings(exchange_interval=1e6, peer_lifetime=1000.0)) as swarm:
         await swarm.grow(64)
         dead = swarm.rng.sample(sorted(swarm.hosts), 30)
         for name in dead:
@@ -130,16 +117,13 @@ def test_dead_peers_cut_no_peer_off_from_rumours() -> None:
         await living[0].store(KEY, "a:1", b"", in_an_hour())
         await until(everywhere(living, KEY, {"a:1"}), within=swarm.settings.rumour_timeout)
 
-    swarm.simulate(main())
-
 
 # Expiration, withdrawal, watching
 
 
-def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> None:
-    swarm = GossipSwarm(6)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> None:
+    async with GossipSwarm(6) as swarm:
         peers = await swarm.grow(8)
         await peers[0].store(KEY, "a:1", b"", virtual_time.clock() + 5)
         await peers[1].store(KEY, "b:1", b"", in_an_hour())
@@ -149,5 +133,3 @@ def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> 
         await until(everywhere(peers, KEY, {"a:1"}), within=1)
         swarm.network.cut(*(frozenset([name]) for name in swarm.hosts))
         await until(everywhere(peers, KEY, set()), within=5)
-
-    swarm.simulate(main())

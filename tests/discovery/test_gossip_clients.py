@@ -13,12 +13,12 @@ from averaging.discovery.gossip.access import GossipSettings
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
+from tests.support.simulated import in_virtual_time
 
 
-def test_a_client_reads_and_stores_through_a_member_and_through_another_when_that_dies() -> None:
-    swarm = GossipSwarm(27)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_client_reads_and_stores_through_a_member_and_through_another_when_that_dies() -> None:
+    async with GossipSwarm(27) as swarm:
         peers = await swarm.grow(8)
         host = swarm.start(None, ["peer-0:1"])
         await joined(host)
@@ -41,13 +41,10 @@ def test_a_client_reads_and_stores_through_a_member_and_through_another_when_tha
         rest = [one.discovery for one in swarm.hosts.values()]
         await until(lambda: not any(peer.knows("from-client:1") for peer in rest), within=3)
 
-    swarm.simulate(main())
 
-
-def test_a_client_leaves_a_member_that_falls_silent() -> None:
-    swarm = GossipSwarm(28)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_client_leaves_a_member_that_falls_silent() -> None:
+    async with GossipSwarm(28) as swarm:
         peers = await swarm.grow(3)
         host = swarm.start(None, ["peer-0:1"])
         await joined(host)
@@ -64,16 +61,14 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
             await until(lambda number=number: f"a:{number}" in host.discovery.get(KEY), within=0.5)  # type: ignore[misc]
         swarm.network.thaw(followed)
 
-    swarm.simulate(main())
-
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_client_backs_off_from_a_member_that_gives_it_no_stream(
+@in_virtual_time
+async def test_a_client_backs_off_from_a_member_that_gives_it_no_stream(
     monkeypatch: pytest.MonkeyPatch, begins: bool, refuses: bool
 ) -> None:
     """Also if it answers exchanges: it may not implement `Subscribe`, or a proxy may cut its streams."""
-    swarm = GossipSwarm(28)
     asked: list[float] = []
 
     async def end(peer: GossipDiscovery, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
@@ -84,20 +79,16 @@ def test_a_client_backs_off_from_a_member_that_gives_it_no_stream(
             raise CallRefusedError("peer-0:1", "does not serve this")
 
     monkeypatch.setattr(GossipDiscovery, "subscribe", end)
-
-    async def main() -> None:
+    async with GossipSwarm(28) as swarm:
         await swarm.grow(1)
         await joined(swarm.start(None, ["peer-0:1"]))
         await asyncio.sleep(20)
-
-    swarm.simulate(main())
     assert 5 < len(asked) < 25
 
 
-def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
-    swarm = GossipSwarm(29, settings=GossipSettings(stream_backlog=10, max_streams=1))
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
+    async with GossipSwarm(29, settings=GossipSettings(stream_backlog=10, max_streams=1)) as swarm:
         (peer,) = await swarm.grow(1)
         stranger = swarm.network.transport("stranger:1")
         async with aclosing(stranger.subscribe("peer-0:1", Digest(RUN, "", 0))) as stream:
@@ -113,5 +104,3 @@ def test_a_client_that_reads_too_slowly_is_cut_off() -> None:
         await asyncio.sleep(1)
         async with aclosing(stranger.subscribe("peer-0:1", Digest(RUN, "", 0))) as stream:
             assert len(await anext(stream)) == 12
-
-    swarm.simulate(main())

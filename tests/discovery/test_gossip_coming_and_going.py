@@ -12,12 +12,12 @@ from averaging.discovery.gossip.access import GossipSettings
 from averaging.errors import ClosedError, JoinError
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
+from tests.support.simulated import in_virtual_time
 
 
-def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
-    swarm = GossipSwarm(10)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
+    async with GossipSwarm(10) as swarm:
         peers = await swarm.grow(16)
         await peers[3].store(KEY, "peer-3:1", b"", virtual_time.clock() + 20)
         await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
@@ -29,13 +29,10 @@ def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
         await until(everywhere(rest, PEERS, names), within=swarm.settings.peer_lifetime)
         assert not any(peer.knows("peer-3:1") for peer in rest)
 
-    swarm.simulate(main())
 
-
-def test_the_presence_record_of_a_peer_whose_port_refuses_goes_at_once_and_reaches_no_newcomer() -> None:
-    swarm = GossipSwarm(53)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_the_presence_record_of_a_peer_whose_port_refuses_goes_at_once_and_reaches_no_newcomer() -> None:
+    async with GossipSwarm(53) as swarm:
         rest = (await swarm.grow(3))[:2]
         await swarm.kill("peer-2:1")
         await until(everywhere(rest, PEERS, {"peer-0:1", "peer-1:1"}), within=15)
@@ -44,13 +41,10 @@ def test_the_presence_record_of_a_peer_whose_port_refuses_goes_at_once_and_reach
             await asyncio.sleep(0.1)
             assert not any("peer-2:1" in members(host.discovery) for host in swarm.hosts.values())
 
-    swarm.simulate(main())
 
-
-def test_a_live_peer_whose_port_refused_for_a_moment_is_back_with_its_next_sign_of_life() -> None:
-    swarm = GossipSwarm(54)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_live_peer_whose_port_refused_for_a_moment_is_back_with_its_next_sign_of_life() -> None:
+    async with GossipSwarm(54) as swarm:
         peers = await swarm.grow(2)
         swarm.network.refuse("peer-0:1", "peer-1:1")
         await peers[0].store(KEY, "peer-0:1", b"", in_an_hour())  # which it sends to the other
@@ -58,13 +52,10 @@ def test_a_live_peer_whose_port_refused_for_a_moment_is_back_with_its_next_sign_
         swarm.network.heal()
         await until(lambda: members(peers[0]) == {"peer-0:1", "peer-1:1"}, within=10 + 3)
 
-    swarm.simulate(main())
 
-
-def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_of_it_last() -> None:
-    swarm = GossipSwarm(5)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_of_it_last() -> None:
+    async with GossipSwarm(5) as swarm:
         first, second = await swarm.grow(2)
         await second.store(KEY, "peer-1:1", b"", in_an_hour())
         await until(everywhere([first], KEY, {"peer-1:1"}), within=1)
@@ -75,13 +66,10 @@ def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_o
         swarm.network.thaw("peer-1:1")
         await until(lambda: first.endpoints() == {"peer-0:1", "peer-1:1"}, within=lifetime)
 
-    swarm.simulate(main())
 
-
-def test_a_peer_that_leaves_is_gone_at_once() -> None:
-    swarm = GossipSwarm(11)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_peer_that_leaves_is_gone_at_once() -> None:
+    async with GossipSwarm(11) as swarm:
         peers = await swarm.grow(16)
         await peers[3].store(KEY, "peer-3:1", b"", in_an_hour())
         await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
@@ -93,14 +81,11 @@ def test_a_peer_that_leaves_is_gone_at_once() -> None:
         await until(everywhere(rest, PEERS, names), within=0.5)
         assert everywhere(rest, KEY, set())()
 
-    swarm.simulate(main())
-
 
 @pytest.mark.parametrize("gap", [-3.0, 0.0, 3.0])
-def test_two_peers_that_know_only_each_other_find_each_other_in_either_order(gap: float) -> None:
-    swarm = GossipSwarm(12)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_two_peers_that_know_only_each_other_find_each_other_in_either_order(gap: float) -> None:
+    async with GossipSwarm(12) as swarm:
         first, second = ("a:1", "b:1") if gap < 0 else ("b:1", "a:1")
         one = swarm.start(first, [second])
         await asyncio.sleep(abs(gap))
@@ -111,26 +96,20 @@ def test_two_peers_that_know_only_each_other_find_each_other_in_either_order(gap
         assert now() - abs(gap) < 0.5
         await until(everywhere([one.discovery, other.discovery], PEERS, {"a:1", "b:1"}), within=1)
 
-    swarm.simulate(main())
 
-
-def test_one_live_seed_is_enough_and_the_own_address_is_not_one() -> None:
-    swarm = GossipSwarm(13)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_one_live_seed_is_enough_and_the_own_address_is_not_one() -> None:
+    async with GossipSwarm(13) as swarm:
         await joined(swarm.start("a:1", ["a:1"]))
         swarm.network.freeze("frozen:1")
         await joined(swarm.start("b:1", ["dead:1", "frozen:1", "b:1", "a:1"]))
         assert now() < 0.2
         assert members(swarm["b:1"]) >= {"a:1", "b:1"}
 
-    swarm.simulate(main())
 
-
-def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
-    swarm = GossipSwarm(14)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
+    async with GossipSwarm(14) as swarm:
         await joined(swarm.start("other:1", run_id="another"))
         swarm.network.freeze("frozen:1")
         host = swarm.start("a:1", ["dead:1", "other:1", "frozen:1"], join_timeout=3.0)
@@ -151,13 +130,10 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
         await asyncio.sleep(20)
         assert swarm.network.calls["exchange"] == calls
 
-    swarm.simulate(main())
 
-
-def test_a_partitioned_run_becomes_one_again() -> None:
-    swarm = GossipSwarm(16)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_partitioned_run_becomes_one_again() -> None:
+    async with GossipSwarm(16) as swarm:
         peers = await swarm.grow(32)
         names = list(swarm.hosts)
         left, right = frozenset(names[:16]), frozenset(names[16:])
@@ -172,15 +148,12 @@ def test_a_partitioned_run_becomes_one_again() -> None:
         await until(everywhere(peers, PEERS, set(names)), within=30, step=0.1)
         await until(everywhere(peers, KEY, {"left:1", "right:1"}), within=10)
 
-    swarm.simulate(main())
 
-
-def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
+@in_virtual_time
+async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    swarm = GossipSwarm(18)
-
-    async def main() -> None:
+    async with GossipSwarm(18) as swarm:
         peers = await swarm.grow(8)
         await peers[3].store(KEY, "peer-3:1", b"old", virtual_time.clock() + 25)
         await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
@@ -200,13 +173,10 @@ def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
         assert all("peer-3:1" in members(peer) for peer in peers)
         assert all(peer.get(KEY)["peer-3:1"].value == b"new" for peer in peers)
 
-    swarm.simulate(main())
 
-
-def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = GossipSwarm(20)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with GossipSwarm(20) as swarm:
         await swarm.grow(2)
         host = swarm.hosts.pop("peer-1:1")
 
@@ -218,13 +188,10 @@ def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
             await host.task
         assert caught.group_contains(ZeroDivisionError)
 
-    swarm.simulate(main())
 
-
-def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
-    swarm = GossipSwarm(21)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
+    async with GossipSwarm(21) as swarm:
         for error in (KeyError("mine"), asyncio.CancelledError()):
             swarm.start("a:1")
             discovery = swarm["a:1"]
@@ -235,22 +202,21 @@ def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None
                 async with discovery:
                     raise error
 
-    swarm.simulate(main())
 
-
-def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return_at_once(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A seed may have its presence record by then, and would keep it until it expires."""
-    pushed: list[float] = []
+    pushed: list[int] = []
 
-    def join_for(seconds: float) -> None:
-        swarm = GossipSwarm(23)
-
-        async def main() -> None:
+    async def join_for(milliseconds: int) -> None:
+        async with GossipSwarm(23) as swarm:
             [seed] = await swarm.grow(1)
             leaving = swarm.start("a:1", ["peer-0:1"])
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(milliseconds / 1000)
             if not leaving.joined.is_set() and "a:1" in members(seed):
-                pushed.append(seconds)
+                pushed.append(milliseconds)
             leaving.task.cancel()
             await asyncio.wait([leaving.task])
             await asyncio.sleep(0.1)
@@ -258,19 +224,16 @@ def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return_at_once(caplog:
             await joined(swarm.start("a:1", ["peer-0:1"]))
             await until(lambda: "a:1" in members(seed), 1.0)
 
-        swarm.simulate(main())
-
     for milliseconds in range(1, 120, 3):
-        join_for(milliseconds / 1000)
+        await join_for(milliseconds)
     assert pushed
     assert caplog.messages == []
 
 
-def test_a_leaving_peer_writes_no_more_records() -> None:
+@in_virtual_time
+async def test_a_leaving_peer_writes_no_more_records() -> None:
     """They would outlive the peer, and the others would take it for a member."""
-    swarm = GossipSwarm(settings=GossipSettings(peer_refresh=0.3))
-
-    async def main() -> None:
+    async with GossipSwarm(settings=GossipSettings(peer_refresh=0.3)) as swarm:
         await swarm.grow(3)
         swarm.network.freeze("peer-2:1")  # so that leaving takes a while
         leaving, start = swarm["peer-1:1"], now()
@@ -283,5 +246,3 @@ def test_a_leaving_peer_writes_no_more_records() -> None:
         assert "peer-1:1" not in members(leaving)
         assert "peer-1:1" not in members(swarm["peer-0:1"])
         swarm.network.thaw("peer-2:1")
-
-    swarm.simulate(main())

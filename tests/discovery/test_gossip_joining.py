@@ -13,13 +13,13 @@ from averaging.errors import CallRefusedError, JoinError
 from averaging.protocol.messages import Digest, ExchangeReply
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
+from tests.support.simulated import in_virtual_time
 
 
 @pytest.mark.parametrize("endpoint", ["a:1", None], ids=["node", "client"])
-def test_a_wrong_run_ends_the_join_at_once(endpoint: str | None) -> None:
-    swarm = GossipSwarm(50)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_wrong_run_ends_the_join_at_once(endpoint: str | None) -> None:
+    async with GossipSwarm(50) as swarm:
         await joined(swarm.start("x:1", run_id="another"))
         await joined(swarm.start("y:1", run_id="another"))
         began = now()
@@ -32,13 +32,10 @@ def test_a_wrong_run_ends_the_join_at_once(endpoint: str | None) -> None:
             assert reason == "the called peer belongs to run 'another', not to 'run'; give both peers the same run id"
         swarm.hosts.pop(host.transport.endpoint)
 
-    swarm.simulate(main())
 
-
-def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> None:
-    swarm = GossipSwarm(51)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> None:
+    async with GossipSwarm(51) as swarm:
         await joined(swarm.start("wrong:1", run_id="another"))
         host = swarm.start("a:1", ["wrong:1", "late:1"], join_timeout=20.0)
         await asyncio.sleep(15)
@@ -48,19 +45,17 @@ def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> Non
         assert now() < 19
         assert members(swarm["a:1"]) >= {"a:1", "late:1"}
 
-    swarm.simulate(main())
-
 
 # What is logged meanwhile
 
 
-def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_intervals(
+@in_virtual_time
+async def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    swarm = GossipSwarm(54)
     reports: list[tuple[float, Waiting]] = []
-
-    async def main() -> None:
+    caplog.set_level(logging.INFO, "averaging.discovery.gossip.bootstrap")
+    async with GossipSwarm(54) as swarm:
         swarm.network.freeze("frozen:1")
         host = swarm.start(
             "a:1",
@@ -71,9 +66,6 @@ def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_interv
         with pytest.raises(JoinError):
             await joined(host)
         del swarm.hosts["a:1"]
-
-    with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
-        swarm.simulate(main())
     assert [moment for moment, _ in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
     assert [waiting.seconds for _, waiting in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
     assert all(waiting.reasons == {"dead:1": "connection refused", "frozen:1": "no answer"} for _, waiting in reports)
@@ -95,10 +87,9 @@ class Broken:
         yield ExchangeReply(differs=True, sent=virtual_time.clock() - 75)
 
 
-def test_the_error_names_clocks_that_differ_too_much_if_no_seed_answered() -> None:
-    swarm = GossipSwarm(56)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_the_error_names_clocks_that_differ_too_much_if_no_seed_answered() -> None:
+    async with GossipSwarm(56) as swarm:
         await swarm.network.transport("broken:1").serve(NO_AVERAGING, Broken())  # type: ignore[arg-type]
         host = swarm.start("a:1", ["broken:1"], join_timeout=2.0)
         with pytest.raises(JoinError) as caught:
@@ -109,5 +100,3 @@ def test_the_error_names_clocks_that_differ_too_much_if_no_seed_answered() -> No
         )
         assert str(caught.value).endswith(hint)
         del swarm.hosts["a:1"]
-
-    swarm.simulate(main())

@@ -16,6 +16,7 @@ from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, in_an_hour, joined
+from tests.support.simulated import in_virtual_time
 
 
 def push_from(swarm: GossipSwarm, *records: Record) -> asyncio.Task[list[str]]:
@@ -27,10 +28,9 @@ def push_from(swarm: GossipSwarm, *records: Record) -> asyncio.Task[list[str]]:
     return asyncio.create_task(push())
 
 
-def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = GossipSwarm(23)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with GossipSwarm(23) as swarm:
         await joined(swarm.start("peer-0:1", identity=Ed25519Identity()))
         peer = swarm["peer-0:1"]
         await peer.store(KEY, "mine:1", b"mine", in_an_hour())
@@ -53,13 +53,10 @@ def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: py
         assert peer.refused == {Reason.FORGED: 6, Reason.OVERSIZED: 3, Reason.TOO_FAR: 3, Reason.FOREIGN: 1}
         assert len([one for one in caplog.records if "refused a record" in one.message]) == 4
 
-    swarm.simulate(main())
 
-
-def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = GossipSwarm(30)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
+    async with GossipSwarm(30) as swarm:
         await joined(swarm.start("peer-0:1"))
         swarm.settings = GossipSettings(limits=RecordLimits(records_per_owner=1000))  # for the second peer only
         await joined(swarm.start("peer-1:1", ["peer-0:1"]))
@@ -72,31 +69,25 @@ def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFix
         assert Reason.OWNER_FULL in expected[0]
         assert len(swarm["peer-0:1"].get(KEY)) == 255
 
-    swarm.simulate(main())
-
 
 @pytest.mark.parametrize("reachable", [True, False])
-def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
-    swarm = GossipSwarm(32)
+@in_virtual_time
+async def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
     caplog.set_level(logging.WARNING)
-
-    async def main() -> None:
+    async with GossipSwarm(32) as swarm:
         await swarm.grow(2)
         behind = swarm.start("behind:1", ["peer-0:1"])
         await joined(behind)
         if not reachable:  # as behind a firewall: it can call and cannot be called
             await behind.transport.close()
         await asyncio.sleep(300)
-
-    swarm.simulate(main())
     expected = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
     assert len(expected) == (0 if reachable else 1)
 
 
-def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
-    swarm = GossipSwarm(25)
-
-    async def main() -> None:
+@in_virtual_time
+async def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
+    async with GossipSwarm(25) as swarm:
         await joined(swarm.start("peer-0:1"))
         stranger = swarm.network.transport("stranger:1")
         record = Record(KEY, "a:1", b"", 1, in_an_hour(), owner=bytes(32), claimed=1)
@@ -112,5 +103,3 @@ def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
         with pytest.raises(CallRefusedError, match="more than any peer may hold"):
             async with aclosing(stranger.exchange("peer-0:1", Digest(RUN, "", 1, entries, True))) as replies:
                 await anext(replies)
-
-    swarm.simulate(main())

@@ -22,6 +22,7 @@ from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery
 from averaging.testing.transport import MemoryTransport
 from tests.support.selection import rest_is_long
+from tests.support.simulated import in_virtual_time
 from tests.support.swarm import Swarm, scalars, spread
 
 GROUP_WAIT = 5.0
@@ -102,130 +103,115 @@ def leader(receipts: Sequence[Receipt]) -> str:
     return next(receipt.endpoint for receipt in receipts if receipt.role is Role.LEADER)
 
 
-def test_a_group_forms_again_with_one_request_of_each_follower_and_no_record(calls: Calls) -> None:
-    async def main() -> None:
-        async with Run(1, latency=(0.001, 0.005)) as run:
-            first = await run.round()
-            assert calls.take()[0] == 4  # one record of each search
-            for _ in range(5):
-                again = await run.round()
-                assert whole(again)
-                assert leader(again) == leader(first)
-                assert all(receipt.phases["looking"] < QUIET_SECONDS for receipt in again)
-                assert calls.take() == (0, 3)
-            assert spread(run.tensors[:4]) < 1e-12
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_group_forms_again_with_one_request_of_each_follower_and_no_record(calls: Calls) -> None:
+    async with Run(1, latency=(0.001, 0.005)) as run:
+        first = await run.round()
+        assert calls.take()[0] == 4  # one record of each search
+        for _ in range(5):
+            again = await run.round()
+            assert whole(again)
+            assert leader(again) == leader(first)
+            assert all(receipt.phases["looking"] < QUIET_SECONDS for receipt in again)
+            assert calls.take() == (0, 3)
+        assert spread(run.tensors[:4]) < 1e-12
 
 
 @pytest.mark.parametrize("seed", rest_is_long(range(200), 3))
-def test_whatever_the_members_begin_later_than_each_other_no_round_loses_one(seed: int) -> None:
+@in_virtual_time
+async def test_whatever_the_members_begin_later_than_each_other_no_round_loses_one(seed: int) -> None:
     """The leader may begin first or last, sooner or later than the others declare themselves."""
-
-    async def main() -> None:
-        rng = random.Random(seed)
-        slow = rng.choice([0.002, 0.02, 0.2])
-        async with Run(seed, latency=(0.001, slow), delay=slow) as run:
-            for _ in range(8):
-                jitter = rng.choice([0.0, QUIET_SECONDS / 2, QUIET_SECONDS, 3 * QUIET_SECONDS, 2.0])
-                receipts = await run.round(jitter=jitter)
-                assert whole(receipts), receipts
-                assert max(receipt.seconds for receipt in receipts) < jitter + 20 * slow + 1.5
-                await asyncio.sleep(rng.choice([0.0, 0.01, 1.0]))
-
-    virtual_time.run(main())
+    rng = random.Random(seed)
+    slow = rng.choice([0.002, 0.02, 0.2])
+    async with Run(seed, latency=(0.001, slow), delay=slow) as run:
+        for _ in range(8):
+            jitter = rng.choice([0.0, QUIET_SECONDS / 2, QUIET_SECONDS, 3 * QUIET_SECONDS, 2.0])
+            receipts = await run.round(jitter=jitter)
+            assert whole(receipts), receipts
+            assert max(receipt.seconds for receipt in receipts) < jitter + 20 * slow + 1.5
+            await asyncio.sleep(rng.choice([0.0, 0.01, 1.0]))
 
 
 @pytest.mark.parametrize("latest", [0, 1])
-def test_receipts_name_a_member_that_comes_late(latest: int) -> None:
-    async def main() -> None:
-        async with Run(3) as run:
-            first = await run.round()
-            first.sort(key=lambda receipt: receipt.role is not Role.LEADER)
-            by_name = {peer.endpoint: peer for peer in run.peers}
-            late = by_name[first[latest].endpoint]  # the leader, and another one
-            for _ in range(3):
-                others = asyncio.create_task(run.round([peer for peer in run.peers if peer is not late]))
-                await asyncio.sleep(1.0)
-                receipts = [await late.average(), *await others]
-                assert whole(receipts)
-                for receipt in receipts[1:]:
-                    assert receipt.last_to_arrive is not None
-                    assert receipt.last_to_arrive.endpoint == late.endpoint
-                    assert receipt.last_to_arrive.seconds == pytest.approx(1.0, abs=2 * QUIET_SECONDS)
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_receipts_name_a_member_that_comes_late(latest: int) -> None:
+    async with Run(3) as run:
+        first = await run.round()
+        first.sort(key=lambda receipt: receipt.role is not Role.LEADER)
+        by_name = {peer.endpoint: peer for peer in run.peers}
+        late = by_name[first[latest].endpoint]  # the leader, and another one
+        for _ in range(3):
+            others = asyncio.create_task(run.round([peer for peer in run.peers if peer is not late]))
+            await asyncio.sleep(1.0)
+            receipts = [await late.average(), *await others]
+            assert whole(receipts)
+            for receipt in receipts[1:]:
+                assert receipt.last_to_arrive is not None
+                assert receipt.last_to_arrive.endpoint == late.endpoint
+                assert receipt.last_to_arrive.seconds == pytest.approx(1.0, abs=2 * QUIET_SECONDS)
 
 
 @pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
 @pytest.mark.parametrize("seed", rest_is_long(range(5), 1))
 @pytest.mark.parametrize("pause", [0.0, 0.3, 2.0])
-def test_a_newcomer_is_in_at_the_next_round_at_the_latest(seed: int, mode: Mode, pause: float) -> None:
+@in_virtual_time
+async def test_a_newcomer_is_in_at_the_next_round_at_the_latest(seed: int, mode: Mode, pause: float) -> None:
     """The group is full without it, and goes on all the time."""
+    async with Run(seed, latency=(0.001, 0.005), delay=0.01) as run:
+        running = True
 
-    async def main() -> None:
-        async with Run(seed, latency=(0.001, 0.005), delay=0.01) as run:
-            running = True
-
-            async def repeat(peer: Peer) -> list[Receipt]:
-                receipts = []
-                while running:
-                    receipts.append(await peer.average())
-                    await asyncio.sleep(pause)
-                return receipts
-
-            for _ in range(4):
-                assert whole(await run.round())
+        async def repeat(peer: Peer) -> list[Receipt]:
+            receipts = []
+            while running:
+                receipts.append(await peer.average())
                 await asyncio.sleep(pause)
-            newcomer = run.peer("new:1", 4, mode=mode)
-            async with newcomer, asyncio.TaskGroup() as tasks:
-                going = [tasks.create_task(repeat(peer)) for peer in run.peers]
-                await asyncio.sleep(0.05)
-                began = virtual_time.clock()
-                receipt = await newcomer.average()
-                running = False
-            assert receipt.averaged
-            # All later rounds of the others: that which was in progress, the newcomer's, and one or none beside it.
-            for task in going:
-                ids = [r.group_id for r in task.result() if r.averaged and r.started > began]
-                assert receipt.group_id not in ids[2:]
+            return receipts
 
-    virtual_time.run(main())
+        for _ in range(4):
+            assert whole(await run.round())
+            await asyncio.sleep(pause)
+        newcomer = run.peer("new:1", 4, mode=mode)
+        async with newcomer, asyncio.TaskGroup() as tasks:
+            going = [tasks.create_task(repeat(peer)) for peer in run.peers]
+            await asyncio.sleep(0.05)
+            began = virtual_time.clock()
+            receipt = await newcomer.average()
+            running = False
+        assert receipt.averaged
+        # All later rounds of the others: that which was in progress, the newcomer's, and one or none beside it.
+        for task in going:
+            ids = [r.group_id for r in task.result() if r.averaged and r.started > began]
+            assert receipt.group_id not in ids[2:]
 
 
-def test_a_group_without_its_leader_forms_as_usual() -> None:
-    async def main() -> None:
-        async with Run(5) as run:
-            for _ in range(3):
-                receipts = await run.round()
-            run.swarm.network.kill(leader(receipts))
-            left = [peer for peer in run.peers if peer.endpoint != leader(receipts)]
-            later = await run.round(left)
-            assert whole(later)
-            # The others wait for a fourth until the declaration expires, as they would without the last group.
-            assert max(receipt.seconds for receipt in later) < GROUP_WAIT + 1.0
-            assert whole(await run.round(left))
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_group_without_its_leader_forms_as_usual() -> None:
+    async with Run(5) as run:
+        for _ in range(3):
+            receipts = await run.round()
+        run.swarm.network.kill(leader(receipts))
+        left = [peer for peer in run.peers if peer.endpoint != leader(receipts)]
+        later = await run.round(left)
+        assert whole(later)
+        # The others wait for a fourth until the declaration expires, as they would without the last group.
+        assert max(receipt.seconds for receipt in later) < GROUP_WAIT + 1.0
+        assert whole(await run.round(left))
 
 
 @pytest.mark.parametrize(("seed", "pause"), rest_is_long([(0, 0.0), (1, 6.0), (1, 0.0), (2, 6.0)], 2))
-def test_groups_that_are_smaller_than_the_run_mix_as_before(seed: int, pause: float) -> None:
+@in_virtual_time
+async def test_groups_that_are_smaller_than_the_run_mix_as_before(seed: int, pause: float) -> None:
     """Rounds follow each other faster than declarations expire, or more slowly: nobody stays with the same peers."""
-
-    async def main() -> None:
-        async with Run(seed, count=8, group_size=4, delay=0.01) as run:
-            partners: dict[str, set[str]] = {peer.endpoint: set() for peer in run.peers}
-            for _ in range(8):
-                receipts = await run.round(jitter=0.05)
-                assert len({receipt.group_id for receipt in receipts}) <= 3
-                for receipt in receipts:
-                    partners[receipt.endpoint].update(receipt.members)
-                await asyncio.sleep(pause)
-            assert min(map(len, partners.values())) >= 7
-            assert spread(run.tensors[:8]) < 0.02
-
-    virtual_time.run(main())
+    async with Run(seed, count=8, group_size=4, delay=0.01) as run:
+        partners: dict[str, set[str]] = {peer.endpoint: set() for peer in run.peers}
+        for _ in range(8):
+            receipts = await run.round(jitter=0.05)
+            assert len({receipt.group_id for receipt in receipts}) <= 3
+            for receipt in receipts:
+                partners[receipt.endpoint].update(receipt.members)
+            await asyncio.sleep(pause)
+        assert min(map(len, partners.values())) >= 7
+        assert spread(run.tensors[:8]) < 0.02
 
 
 # The decision alone

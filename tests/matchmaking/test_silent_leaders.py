@@ -20,6 +20,7 @@ from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.transport.base import Transport
 from tests.support.fake_transport import OneLane
+from tests.support.simulated import in_virtual_time
 
 ME, FIRST, SECOND, FOLLOWER = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
@@ -96,74 +97,61 @@ async def seconds(leaders: Leaders, deadlines: Deadlines, *names: str, **options
     return virtual_time.clock() - began
 
 
-def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
+@in_virtual_time
+async def test_a_dead_candidate_costs_less_as_soon_as_round_trips_are_known() -> None:
     lower, leaders = 0.5, Leaders(first=100.0, second=0.02, decide=(0.0, 0.0))
+    deadlines = Deadlines(lower, 10.0)
+    assert await seconds(leaders, deadlines, FIRST, SECOND) == pytest.approx(VERDICT_SECONDS, abs=0.2)
+    usual = [await seconds(leaders, deadlines, SECOND) for _ in range(MIN_WAITS)]
+    # It missed one before, so it gets twice what one gets who is new.
+    assert await seconds(leaders, deadlines, FIRST, SECOND) <= max(usual) + 4 * lower + 0.1
 
-    async def main() -> None:
-        deadlines = Deadlines(lower, 10.0)
-        assert await seconds(leaders, deadlines, FIRST, SECOND) == pytest.approx(VERDICT_SECONDS, abs=0.2)
-        usual = [await seconds(leaders, deadlines, SECOND) for _ in range(MIN_WAITS)]
-        # It missed one before, so it gets twice what one gets who is new.
-        assert await seconds(leaders, deadlines, FIRST, SECOND) <= max(usual) + 4 * lower + 0.1
-
-        fresh = Deadlines(lower, 10.0)
-        for _ in range(MIN_WAITS):
-            await seconds(leaders, fresh, SECOND)
-        assert await seconds(leaders, fresh, FIRST, SECOND) <= max(usual) + 2 * lower + 0.1
-
-    virtual_time.run(main())
+    fresh = Deadlines(lower, 10.0)
+    for _ in range(MIN_WAITS):
+        await seconds(leaders, fresh, SECOND)
+    assert await seconds(leaders, fresh, FIRST, SECOND) <= max(usual) + 2 * lower + 0.1
 
 
-def test_a_leader_that_has_accepted_may_decide_until_its_declaration_expires() -> None:
-    async def main() -> None:
-        deadlines = Deadlines(0.5, 10.0)
-        for decides_after, took in [*[(0.0, 0.02)] * MIN_WAITS, (9.0, 9.02)]:
-            leaders = Leaders(first=0.02, second=0.02, decide=(decides_after, 0.0))
-            assert await seconds(leaders, deadlines, FIRST) == pytest.approx(took, abs=0.1)
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_leader_that_has_accepted_may_decide_until_its_declaration_expires() -> None:
+    deadlines = Deadlines(0.5, 10.0)
+    for decides_after, took in [*[(0.0, 0.02)] * MIN_WAITS, (9.0, 9.02)]:
+        leaders = Leaders(first=0.02, second=0.02, decide=(decides_after, 0.0))
+        assert await seconds(leaders, deadlines, FIRST) == pytest.approx(took, abs=0.1)
 
 
-def test_a_client_waits_for_a_silent_leader_until_its_declaration_expires() -> None:
-    async def main() -> None:
-        leaders = Leaders(first=0.02, second=0.02, decide=(100.0, 0.0))  # the first accepts and sends nothing more
-        waited = await seconds(leaders, Deadlines(0.5, 10.0), FIRST, SECOND, mode=Mode.CLIENT, apart=9.0)
-        assert waited == pytest.approx(10 + CLOCK_TOLERANCE, abs=0.2)  # and not its own 30 s
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_client_waits_for_a_silent_leader_until_its_declaration_expires() -> None:
+    leaders = Leaders(first=0.02, second=0.02, decide=(100.0, 0.0))  # the first accepts and sends nothing more
+    waited = await seconds(leaders, Deadlines(0.5, 10.0), FIRST, SECOND, mode=Mode.CLIENT, apart=9.0)
+    assert waited == pytest.approx(10 + CLOCK_TOLERANCE, abs=0.2)  # and not its own 30 s
 
 
-def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request() -> None:
+@in_virtual_time
+async def test_a_full_group_waits_for_the_answer_to_its_leader_s_own_request() -> None:
     """Otherwise it could be in two groups at once."""
-
-    async def main() -> None:
-        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
-            now = virtual_time.clock()
-            await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
-            found = searcher(Leaders(first=1.0, second=9.0), discovery, Conduct(), group_size=2)
-            searching = asyncio.create_task(found.find_group(GATHER, now + 30))
-            await asyncio.sleep(0.1)
-            replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
-            assert (await anext(replies)).code is MessageCode.ACCEPTED
-            decided = await anext(replies)
-            assert (decided.code, decided.suggested_leader) == (MessageCode.GROUP_DISBANDED, FIRST)
-            assert set((await searching).endpoints) == {FIRST, ME}
-            await replies.aclose()
-
-    virtual_time.run(main())
+    async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
+        now = virtual_time.clock()
+        await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
+        found = searcher(Leaders(first=1.0, second=9.0), discovery, Conduct(), group_size=2)
+        searching = asyncio.create_task(found.find_group(GATHER, now + 30))
+        await asyncio.sleep(0.1)
+        replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
+        assert (await anext(replies)).code is MessageCode.ACCEPTED
+        decided = await anext(replies)
+        assert (decided.code, decided.suggested_leader) == (MessageCode.GROUP_DISBANDED, FIRST)
+        assert set((await searching).endpoints) == {FIRST, ME}
+        await replies.aclose()
 
 
-def test_a_peer_that_stood_still_counts_no_other_as_silent() -> None:
+@in_virtual_time
+async def test_a_peer_that_stood_still_counts_no_other_as_silent() -> None:
     conduct, leaders = Conduct(), Leaders(first=0.05, second=0.01)
     for _ in range(MIN_WAITS):
         conduct.deadlines.record(FIRST, Phase.VERDICT, 0, 0.01, 0.0)
-
-    async def main() -> None:
-        asyncio.get_running_loop().call_later(0.045, virtual_time.stand_still, 5.0)
-        assert (await find(leaders, conduct, FIRST, SECOND)).leader == FIRST
-        assert leaders.asked == [FIRST]
-
-    virtual_time.run(main())
+    asyncio.get_running_loop().call_later(0.045, virtual_time.stand_still, 5.0)
+    assert (await find(leaders, conduct, FIRST, SECOND)).leader == FIRST
+    assert leaders.asked == [FIRST]
 
 
 def test_the_first_leads_if_it_answers_within_its_head_start() -> None:
@@ -219,31 +207,28 @@ class Silent(Leaders):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_complete_group_waits_no_longer_than_a_head_start(cancelled: bool) -> None:
+@in_virtual_time
+async def test_a_complete_group_waits_no_longer_than_a_head_start(cancelled: bool) -> None:
     """And its leader does not begin if its search is cancelled."""
-
-    async def main() -> None:
-        async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
-            now = virtual_time.clock()
-            await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
-            leaders = Silent()
-            found = searcher(leaders, discovery, known_network(), group_size=2)
-            searching = asyncio.create_task(found.find_group(GATHER, now + 30))
-            await asyncio.sleep(0.1)
-            replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
-            assert (await anext(replies)).code is MessageCode.ACCEPTED
-            decision = asyncio.create_task(anext(replies))
-            await asyncio.sleep(0.8)
-            assert not decision.done()
-            if cancelled:
-                searching.cancel()
-                assert (await decision).code is MessageCode.GROUP_DISBANDED
-            else:
-                assert (await decision).code is MessageCode.BEGIN_ALLREDUCE
-                assert asyncio.get_running_loop().time() == pytest.approx(1.0, abs=0.01)
-                assert set((await searching).endpoints) == {ME, FOLLOWER}
-                assert list(leaders.left) == [FIRST]
-            await asyncio.wait([searching])
-            await replies.aclose()
-
-    virtual_time.run(main())
+    async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
+        now = virtual_time.clock()
+        await discovery.store(group_key("run", ""), FIRST, pack_looking(True), now + 10)
+        leaders = Silent()
+        found = searcher(leaders, discovery, known_network(), group_size=2)
+        searching = asyncio.create_task(found.find_group(GATHER, now + 30))
+        await asyncio.sleep(0.1)
+        replies = found.join_group(JoinRequest(FOLLOWER, SCHEMA.hash, now + 60, GATHER))
+        assert (await anext(replies)).code is MessageCode.ACCEPTED
+        decision = asyncio.create_task(anext(replies))
+        await asyncio.sleep(0.8)
+        assert not decision.done()
+        if cancelled:
+            searching.cancel()
+            assert (await decision).code is MessageCode.GROUP_DISBANDED
+        else:
+            assert (await decision).code is MessageCode.BEGIN_ALLREDUCE
+            assert asyncio.get_running_loop().time() == pytest.approx(1.0, abs=0.01)
+            assert set((await searching).endpoints) == {ME, FOLLOWER}
+            assert list(leaders.left) == [FIRST]
+        await asyncio.wait([searching])
+        await replies.aclose()

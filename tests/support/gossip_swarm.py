@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
@@ -127,26 +126,16 @@ class GossipSwarm:
         host.leave.set()
         await host.task
 
-    def simulate(self, main: Coroutine[Any, Any, None]) -> None:
-        """Runs `main`, ends all peers, and checks that no service raised an unexpected error."""
+    async def __aenter__(self) -> Self:
+        return self
 
-        async def scenario() -> None:
-            async with self.running():
-                await main
-
-        virtual_time.run(scenario())
-        assert self.network.errors == []
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Ends all peers at the end."""
-        try:
-            yield
-        finally:
-            for host in self.hosts.values():
-                host.task.cancel()
-            if self.hosts:
-                await asyncio.wait([host.task for host in self.hosts.values()])
+    async def __aexit__(self, kind: object, *error: object) -> None:
+        """Ends all peers, and checks that no service raised an unexpected error."""
+        for host in self.hosts.values():
+            host.task.cancel()
+        if self.hosts:
+            await asyncio.wait([host.task for host in self.hosts.values()])
+        assert kind is not None or self.network.errors == []
 
 
 async def joined(host: Host) -> None:
