@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 
 import pytest
 import torch
@@ -74,13 +73,7 @@ def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> N
     simulation = Simulation(seed, nodes(4), [(200,)])
     survivors = ["peer:1", "peer:2", "peer:3"]
 
-    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-        await asyncio.sleep(random.Random(seed).uniform(0, 0.2))
-        if not tasks["peer:4"].done():
-            simulation.network.kill("peer:4")
-            tasks["peer:4"].cancel()
-
-    virtual_time.run(simulation.run(kill))
+    virtual_time.run(simulation.run(simulation.kills("peer:4", after=random.Random(seed).uniform(0, 0.2))))
     for name in survivors:
         result = simulation.results[name]
         assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}
@@ -180,17 +173,13 @@ def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
 
 def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
     simulation = Simulation(1, nodes(3))
-    serve = simulation.rounds["peer:1"].aggregate_part
 
-    async def once_more(
-        first: AveragingData, messages: AsyncIterator[AveragingData]
-    ) -> AsyncGenerator[AveragingData, None]:
-        async with aclosing(serve(first, messages)) as replies:
-            async for reply in replies:
-                yield reply
+    async def once_more(replies: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for reply in replies:
+            yield reply
         yield reply
 
-    simulation.rounds["peer:1"].aggregate_part = once_more  # type: ignore[method-assign]
+    simulation.change_replies("peer:1", once_more)
     virtual_time.run(simulation.run())
     assert simulation.failures == {}
     for name, result in simulation.results.items():

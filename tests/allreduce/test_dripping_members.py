@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.receipts import DropCode
-from tests.support.swarm import Swarm
+from tests.support.swarm import Swarm, change_messages, entered, together
 
 TIMEOUT, SHORTEST, PAUSE = 6.0, 1.0, 0.9
 SIZE = 3 << 12
@@ -34,18 +33,7 @@ class Dripper:
 
     def __init__(self, peer: Peer, where: str) -> None:
         self.on = False
-        transport: Any = peer._transport
-        serve, send = transport.serve, transport.aggregate_part
-
-        async def serve_slowly(service: Any, gossip: Any) -> None:
-            answer = service.aggregate_part
-            service.aggregate_part = lambda messages: self._drip(answer(messages))
-            await serve(service, gossip)
-
-        if where in ("parts", "both"):
-            transport.aggregate_part = lambda endpoint, messages: send(endpoint, self._drip(messages))
-        if where in ("replies", "both"):
-            transport.serve = serve_slowly
+        change_messages(peer, self._drip, where)
 
     async def _drip(self, messages: AsyncIterator[Message]) -> AsyncGenerator[Message, None]:
         async for message in messages:
@@ -71,7 +59,7 @@ class Run:
         """A round of all; the receipts of the honest ones."""
         for number, tensor in enumerate(self.tensors):
             tensor.fill_(float(number))
-        return list(await asyncio.gather(*(peer.average() for peer in self.peers)))[:4]
+        return (await together(self.peers))[:4]
 
     def check(self, receipts: list[Receipt], seconds: float) -> None:
         """The honest ones are in time, have dropped no honest one, and have the averages of all honest reducers."""
@@ -91,9 +79,7 @@ def test_members_that_drip_cost_a_long_round_and_no_average_of_others(where: str
     run = Run(where, drippers)
 
     async def main() -> None:
-        async with AsyncExitStack() as stack:
-            for peer in run.peers:
-                await stack.enter_async_context(peer)
+        async with entered(run.peers):
             usual = max([max(receipt.seconds for receipt in await run.round()) for _ in range(3)])
             for dripper in run.drippers:
                 dripper.on = True

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -45,63 +43,30 @@ FORGED: list[tuple[torch.dtype, Forge]] = [
 ]
 
 
-def forged(message: AveragingData, forge: Forge) -> AveragingData:
-    if message.tensor_part is None:
-        return message
-    return replace(message, tensor_part=forge(message.tensor_part.size[0]), encoded=[])
+@pytest.mark.parametrize("where", ["parts", "replies"])
+@pytest.mark.parametrize("reply", ReplyForm)
+@pytest.mark.parametrize(("dtype", "forge"), FORGED)
+def test_what_a_hostile_member_forges_is_neither_averaged_nor_adopted(
+    dtype: torch.dtype, forge: Forge, reply: ReplyForm, where: str
+) -> None:
+    async def forged(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            if message.tensor_part is not None:
+                message = replace(message, tensor_part=forge(message.tensor_part.size[0]), encoded=[])
+            yield message
 
-
-def run(dtype: torch.dtype, reply: ReplyForm, disturb: Callable[[Simulation], object]) -> Simulation:
     simulation = Simulation(1, nodes(3), dtype=dtype, reply=reply)
-    disturb(simulation)
+    (simulation.change_sent if where == "parts" else simulation.change_replies)(HOSTILE, forged)
     virtual_time.run(simulation.run())
     for name, tensors in simulation.tensors.items():
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), name
-    return simulation
-
-
-@pytest.mark.parametrize("reply", ReplyForm)
-@pytest.mark.parametrize(("dtype", "forge"), FORGED)
-def test_parts_of_a_hostile_sender_are_not_averaged(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
-    def disturb(simulation: Simulation) -> None:
-        transport = simulation.transports[HOSTILE]
-        call = transport.aggregate_part
-
-        async def hostile(messages: Any) -> AsyncGenerator[AveragingData, None]:
-            async for message in messages:
-                yield forged(message, forge)
-
-        transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-            endpoint, hostile(messages)
-        )
-
-    simulation = run(dtype, reply, disturb)
-    others = [name for name in simulation.tensors if name != HOSTILE]
-    for name in others:
-        assert [lost.endpoint for lost in simulation.results[name].dropped] == [HOSTILE]
-        (lost,) = simulation.results[name].dropped
+    others = [simulation.results[name] for name in simulation.tensors if name != HOSTILE]
+    for result in others:
+        (lost,) = result.dropped
+        assert lost.endpoint == HOSTILE
         assert lost.code in (DropCode.NON_FINITE, DropCode.PROTOCOL_VIOLATION)
-    assert simulation.results[others[0]].digest == simulation.results[others[1]].digest
-
-
-@pytest.mark.parametrize("reply", ReplyForm)
-@pytest.mark.parametrize(("dtype", "forge"), FORGED)
-def test_replies_of_a_hostile_reducer_are_not_adopted(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
-    def disturb(simulation: Simulation) -> None:
-        serve = simulation.rounds[HOSTILE].aggregate_part
-
-        async def hostile(first: AveragingData, messages: Any) -> AsyncGenerator[AveragingData, None]:
-            async with aclosing(serve(first, messages)) as replies:
-                async for message in replies:
-                    yield forged(message, forge)
-
-        simulation.rounds[HOSTILE].aggregate_part = hostile  # type: ignore[method-assign]
-
-    simulation = run(dtype, reply, disturb)
-    for name, result in simulation.results.items():
-        if name != HOSTILE:
-            assert [lost.endpoint for lost in result.dropped] == [HOSTILE]
-            assert result.kept_local > 0
+        assert where == "parts" or result.kept_local > 0
+    assert where == "replies" or others[0].digest == others[1].digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -6,10 +6,8 @@ import logging
 import random
 import re
 import struct
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +51,13 @@ def forged(message: AveragingData, forge: Forge) -> AveragingData:
     return replace(message, tensor_part=forge(message.tensor_part), encoded=[])
 
 
+async def changed(
+    messages: AsyncIterator[AveragingData], change: Callable[[AveragingData], AveragingData]
+) -> AsyncGenerator[AveragingData, None]:
+    async for message in messages:
+        yield change(message)
+
+
 def simulation() -> SparseSimulation:
     return SparseSimulation(1, nodes(3), [(64, 192)], top_k=TopK(1 / 64, 2))
 
@@ -70,16 +75,7 @@ def check_survivors(simulated: SparseSimulation) -> list[str]:
 @pytest.mark.parametrize(("forge", "reason"), PARTS)
 def test_invalid_parts_are_not_averaged(forge: Forge, reason: str) -> None:
     simulated = simulation()
-    transport = simulated.transports[HOSTILE]
-    call = transport.aggregate_part
-
-    async def hostile(messages: Any) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            yield forged(message, forge)
-
-    transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-        endpoint, hostile(messages)
-    )
+    simulated.change_sent(HOSTILE, lambda messages: changed(messages, lambda message: forged(message, forge)))
     virtual_time.run(simulated.run())
     others = check_survivors(simulated)
     for other in others:
@@ -97,14 +93,7 @@ def test_invalid_parts_are_not_averaged(forge: Forge, reason: str) -> None:
 @pytest.mark.parametrize(("forge", "reason"), REPLIES)
 def test_invalid_replies_are_not_adopted(forge: Forge, reason: str) -> None:
     simulated = simulation()
-    serve = simulated.rounds[HOSTILE].aggregate_part
-
-    async def hostile(first: AveragingData, messages: Any) -> AsyncGenerator[AveragingData, None]:
-        async with aclosing(serve(first, messages)) as replies:
-            async for message in replies:
-                yield forged(message, forge)
-
-    simulated.rounds[HOSTILE].aggregate_part = hostile  # type: ignore[method-assign]
+    simulated.change_replies(HOSTILE, lambda replies: changed(replies, lambda message: forged(message, forge)))
     virtual_time.run(simulated.run())
     others = check_survivors(simulated)
     for other in others:
@@ -138,20 +127,8 @@ def test_random_bytes_end_no_round_and_leave_no_infinity(seed: int, caplog: pyte
     rng = random.Random(seed)
     top_k = TopK(rng.choice([1 / 64, 1 / 4]), rng.choice([2, 4, 8]), rng.choice(list(MeanOver)))
     simulated = SparseSimulation(seed, nodes(rng.choice([2, 3, 5])), [(64, 128), (30,)], top_k=top_k)
-    transport, serve = simulated.transports[HOSTILE], simulated.rounds[HOSTILE].aggregate_part
-    call = transport.aggregate_part
-
-    async def hostile(messages: Any) -> AsyncGenerator[AveragingData, None]:
-        async with aclosing(messages):
-            async for message in messages:
-                yield spoilt(rng, message)
-
-    if seed % 2:
-        transport.aggregate_part = lambda endpoint, messages: call(endpoint, hostile(messages))  # type: ignore[method-assign]
-    else:
-        simulated.rounds[HOSTILE].aggregate_part = (  # type: ignore[method-assign]
-            lambda first, messages: hostile(serve(first, messages))
-        )
+    change = simulated.change_sent if seed % 2 else simulated.change_replies
+    change(HOSTILE, lambda messages: changed(messages, lambda message: spoilt(rng, message)))
     virtual_time.run(simulated.run())
     assert simulated.failures == {}
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from averaging.allreduce import ReplyResidual, RoundResult
+from averaging.allreduce import ReplyResidual
 from averaging.protocol import MeanOver, Member, Mode, TopK
 from averaging.testing import virtual_time
 from tests.allreduce.sparse_rounds import SparseSimulation
@@ -125,13 +124,7 @@ def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> N
     simulation = SparseSimulation(seed, nodes(4), top_k=TopK(1 / 8, 4), part_size_bytes=512)
     survivors = ["peer:1", "peer:2", "peer:3"]
 
-    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-        await asyncio.sleep(random.Random(seed).uniform(0, 0.2))
-        if not tasks["peer:4"].done():
-            simulation.network.kill("peer:4")
-            tasks["peer:4"].cancel()
-
-    virtual_time.run(simulation.run(kill))
+    virtual_time.run(simulation.run(simulation.kills("peer:4", after=random.Random(seed).uniform(0, 0.2))))
     for name in survivors:
         result = simulation.results[name]
         assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}

@@ -78,23 +78,6 @@ def test_one_that_refuses_connections_and_calls_is_silent_and_not_gone() -> None
     assert several.silent(167.0) == {}  # its last call was a minute ago
 
 
-def test_members_that_did_not_answer_or_were_lost_lately_are_called_again() -> None:
-    several = members()
-    for number in range(12):
-        several.add(f"peer-{number}:1")
-    assert several.pick_silent(0.0) == []
-    several.suspect("peer-1:1", 1.0, "no answer")
-    several.remove("peer-2:1", 1.0, expired=True)
-    several.remove("peer-3:1", 1.0, expired=False)  # it left
-    assert sorted(several.pick_silent(2.0)) == ["peer-1:1", "peer-2:1"]
-    assert several.pick_silent(17.0) == ["peer-1:1"]
-    for number in range(4, 12):
-        several.suspect(f"peer-{number}:1", 17.0, "no answer")
-    assert len(several.pick_silent(18.0)) == 8
-    several.note_answer("peer-1:1")
-    assert len({name for _ in range(50) for name in several.pick_silent(18.0)}) == 8
-
-
 def test_seeds_are_tried_again_until_they_are_members() -> None:
     several = members("a:1", "b:1", "a:1", OWN)
     assert several.seeds == ("a:1", "b:1")
@@ -102,19 +85,6 @@ def test_seeds_are_tried_again_until_they_are_members() -> None:
     assert several.pick_missing(0.0) == ["b:1"]
     several.remove("a:1", 0.0, expired=False)
     assert several.pick_missing(0.0) == ["a:1", "b:1"]
-
-
-def test_an_expired_member_is_tried_again_for_a_while_and_one_that_left_is_not() -> None:
-    several = members()
-    for name in ("expired:1", "left:1", "back:1"):
-        several.add(name)
-    several.remove("expired:1", 100.0, expired=True)
-    several.remove("left:1", 100.0, expired=False)
-    several.remove("back:1", 100.0, expired=True)
-    several.remove("stranger:1", 100.0, expired=True)
-    several.add("back:1")
-    assert several.pick_missing(600.0) == ["expired:1"]
-    assert several.pick_missing(700.0) == []
 
 
 def test_a_client_sends_through_the_source_of_its_stream() -> None:

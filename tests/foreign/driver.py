@@ -297,3 +297,17 @@ async def ends_together(us: Ours, receipt: asyncio.Task[Receipt], group: Message
     assert told.averaged, told.reason
     assert told.dropped == ()
     assert list(told.members) == group["ordered_group_endpoints"]
+
+
+async def leads(us: Ours, receipt: asyncio.Task[Receipt], leader: ForeignPeer, *, accepts: bool = True) -> None:
+    """A leader that was asked accepts our peer, unless it has, begins a group of both, and that averages."""
+    if accepts:
+        await leader.answer(follower=us.endpoint, code="ACCEPTED")
+    group = begun(us, leader)
+    await leader.begin(group=group)
+    await ends_together(us, receipt, group, leader)
+
+
+async def is_led(us: Ours, receipt: asyncio.Task[Receipt], *followers: ForeignPeer) -> None:
+    """Our peer begins a group with these, which it has accepted, and that averages."""
+    await ends_together(us, receipt, await us.begins(*followers), *followers)

@@ -9,7 +9,7 @@ import pytest
 from msgspec import msgpack
 
 from averaging.protocol.group import MAX_GATHER_BYTES
-from tests.foreign.driver import Foreign, begun, ends_together, gather, our_peer
+from tests.foreign.driver import Foreign, ends_together, gather, is_led, leads, our_peer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -74,8 +74,7 @@ async def test_a_follower_that_leaves_makes_room(foreign: Foreign) -> None:
         await first.leave(leader=us.endpoint)
         await us.accepts_at_last(first, refusal="DUPLICATE_ENDPOINT")
         assert await us.asks_to_join(second) == "ACCEPTED"
-        group = await us.begins(first, second)
-        await ends_together(us, receipt, group, first, second)
+        await is_led(us, receipt, first, second)
 
 
 async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
@@ -123,9 +122,7 @@ async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
             verdict = await follower.ask(leader=us.endpoint, **request)
             assert verdict == {"code": "NOT_A_LEADER", "suggested_leader": leader.endpoint}
             assert await us.asks_to_join(follower, expiration=time.time()) == "BAD_EXPIRATION_TIME"
-            group = begun(us, leader)
-            await leader.begin(group=group)
-            await ends_together(us, receipt, group, leader)
+            await leads(us, receipt, leader, accepts=False)
 
 
 # Declarations
@@ -160,8 +157,7 @@ async def test_the_largest_gather_and_none_at_all(foreign: Foreign) -> None:
     async with our_peer(group_size=3) as us, us.averaging() as receipt:
         assert await us.asks_to_join(first, largest) == "ACCEPTED"
         assert await us.asks_to_join(second, b"") == "ACCEPTED"
-        group = await us.begins(first, second)
-        await ends_together(us, receipt, group, first, second)
+        await is_led(us, receipt, first, second)
         assert (await receipt).gathered == {
             us.endpoint: None,
             first.endpoint: b"x" * (MAX_GATHER_BYTES - empty),
@@ -176,6 +172,5 @@ async def test_an_unreadable_user_spoils_nothing(foreign: Foreign, user: object)
         assert await us.asks_to_join(first, msgpack.encode([1.0, None, 0, user])) == "ACCEPTED"
         wrapped = msgpack.encode(msgpack.Ext(0x40, msgpack.encode([1, 5, 0, msgpack.encode("told")])))
         assert await us.asks_to_join(second, wrapped) == "ACCEPTED"
-        group = await us.begins(first, second)
-        await ends_together(us, receipt, group, first, second)
+        await is_led(us, receipt, first, second)
         assert (await receipt).gathered == {us.endpoint: None, first.endpoint: None, second.endpoint: "told"}

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 
-from tests.foreign.driver import EARLIER, OUR_TIME, Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
+from tests.foreign.driver import (
+    EARLIER,
+    OUR_TIME,
+    Foreign,
+    ForeignPeer,
+    Ours,
+    begun,
+    ends_together,
+    gather,
+    is_led,
+    leads,
+    our_peer,
+)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -43,10 +55,7 @@ async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
             await first.next_request()
             await first.answer(follower=us.endpoint, code="GROUP_IS_FULL")
             await second.next_request()
-            await second.answer(follower=us.endpoint, code="ACCEPTED")
-            group = begun(us, second)
-            await second.begin(group=group)
-            await ends_together(us, receipt, group, second)
+            await leads(us, receipt, second)
         entry = us.discovery.get(us.key)[us.endpoint]
         assert msgpack.decode(entry.value) is False  # it does not look any more
         for other in (third, later, quiet, garbled):
@@ -60,17 +69,13 @@ async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -
         declared = us.peer.status.declared_expiration
         await us.declare_until(other.endpoint, declared)
         assert (await other.next_request())["expiration"] == declared
-        await other.answer(follower=us.endpoint, code="ACCEPTED")
-        group = begun(us, other)
-        await other.begin(group=group)
-        await ends_together(us, receipt, group, other)
+        await leads(us, receipt, other)
     other = await foreign.peer(host="localhost")
     async with our_peer() as us, us.averaging() as receipt:
         declared = us.peer.status.declared_expiration
         await us.declare_until(other.endpoint, declared)
         assert await us.asks_to_join(other, expiration=declared) == "ACCEPTED"
-        group = await us.begins(other)
-        await ends_together(us, receipt, group, other)
+        await is_led(us, receipt, other)
         assert await other.pending_requests() == 0
 
 
@@ -87,10 +92,7 @@ async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str)
             # Not the fifth: the first is asked again, after a pause.
             await chain[0].next_request()
             assert await chain[4].pending_requests() == 0
-            await chain[0].answer(follower=us.endpoint, code="ACCEPTED")
-            group = begun(us, chain[0])
-            await chain[0].begin(group=group)
-            await ends_together(us, receipt, group, chain[0])
+            await leads(us, receipt, chain[0])
 
 
 async def redirect(us: Ours, asked: ForeignPeer, code: str, suggested: str) -> float:
@@ -114,10 +116,7 @@ async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str
             await redirect(us, leader, code, suggested)
             await leader.next_request()
             assert await stranger.pending_requests() == 0
-            await leader.answer(follower=us.endpoint, code="ACCEPTED")
-            group = begun(us, leader)
-            await leader.begin(group=group)
-            await ends_together(us, receipt, group, leader)
+            await leads(us, receipt, leader)
 
 
 async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreign) -> None:
@@ -162,8 +161,7 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
             await is_taken_in(us, leader, follower)
             await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
-            group = await us.begins(follower)
-            await ends_together(us, receipt, group, follower)
+            await is_led(us, receipt, follower)
 
 
 @pytest.mark.parametrize("code", ["INTERNAL_ERROR", "NOT_DECLARED", "ACCEPTED", "AVERAGED_PART"])
@@ -175,5 +173,4 @@ async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) 
             await is_taken_in(us, leader, follower)
             await leader.answer(follower=us.endpoint, code=code)
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
-            group = await us.begins(follower)
-            await ends_together(us, receipt, group, follower)
+            await is_led(us, receipt, follower)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.receipts.receipt import DropCode
 from averaging.testing.transport import MemoryTransport
 from tests.support.selection import rest_is_long
-from tests.support.swarm import Swarm, scalars
+from tests.support.swarm import Swarm, entered, scalars, together
 
 SECONDS = 12.0
 
@@ -41,9 +40,7 @@ async def live(peer: Peer, pause: float) -> list[Receipt]:
 
 def receipts_of(swarm: Swarm, peers: Sequence[Peer], pause: float = 2.0) -> list[list[Receipt]]:
     async def main() -> list[list[Receipt]]:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
+        async with entered(peers):
             found = await asyncio.gather(*(live(peer, pause) for peer in peers))
             assert not any(peer.excluded for peer in peers)
             return found
@@ -115,10 +112,8 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
     peers.append(swarm.peer("wanting:1", [tensors[-1]], **(options | wanting)))
 
     async def main() -> list[Receipt]:
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
-            receipts = await asyncio.gather(*(peer.average() for peer in peers))
+        async with entered(peers):
+            receipts = await together(peers)
             assert not any(peer.excluded for peer in peers)
             return receipts
 

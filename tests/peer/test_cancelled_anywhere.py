@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
 from tests.support import leaks
-from tests.support.swarm import Swarm
+from tests.support.swarm import Swarm, entered, together
 
 STRIDE = 11
 """Every so many steps of the loop are tried: neighbouring ones mostly find the attempt at the same await."""
@@ -57,12 +56,10 @@ def test_an_average_can_be_cancelled_anywhere(
 
         async def main() -> bool:
             before = leaks.tasks()
-            async with AsyncExitStack() as stack:
-                for peer in peers:
-                    await stack.enter_async_context(peer)
+            async with entered(peers):
                 await asyncio.sleep(0.5)
                 steps.task = asyncio.create_task(steps.average(peers[victim]))
-                receipts = await asyncio.gather(*(peer.average() for peer in others))
+                receipts = await together(others)
                 await asyncio.wait([steps.task])
                 name = peers[victim].endpoint
                 assert all(receipt.averaged for receipt in receipts)
@@ -74,7 +71,7 @@ def test_an_average_can_be_cancelled_anywhere(
                     assert last.outcome is Outcome.CANCELLED
                 for n, tensor in enumerate(tensors):
                     tensor.fill_(float(n))
-                for receipt in await asyncio.gather(*(peer.average() for peer in peers)):
+                for receipt in await together(peers):
                     assert (receipt.averaged, len(receipt.members), receipt.dropped) == (True, 3, ())
                 assert all(tensor.tolist() == [1.0] * 600 for tensor in tensors)
             await asyncio.sleep(0.5)

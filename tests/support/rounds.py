@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,6 +27,12 @@ from averaging.tensors.schema import Schema, describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.timing.deadlines import Deadlines
+
+Disturbance = Callable[[dict[str, asyncio.Task[RoundResult]]], Coroutine[Any, Any, None]]
+"""What happens during a round, whose tasks are given by member."""
+
+Change = Callable[[AsyncIterator[AveragingData]], AsyncGenerator[AveragingData, None]]
+"""Changes a stream of messages."""
 
 STALL_TIMEOUT = 1.0
 ROUND_SECONDS = 30.0
@@ -209,16 +215,36 @@ class Simulation:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def slow_down(self, name: str, seconds: float) -> None:
-        """Delays each message of a sender."""
+    def kills(self, name: str, after: float) -> Disturbance:
+        """For `run`: kills a member after so many seconds, unless it is done."""
+
+        async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+            await asyncio.sleep(after)
+            if not tasks[name].done():
+                self.network.kill(name)
+                tasks[name].cancel()
+
+        return kill
+
+    def change_sent(self, name: str, change: Change) -> None:
+        """Changes what a member sends as a sender."""
         transport = self.transports[name]
         call = transport.aggregate_part
+        transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+            endpoint, change(messages)
+        )
+
+    def change_replies(self, name: str, change: Change) -> None:
+        """Changes what a member answers as a reducer."""
+        serve = self.rounds[name].aggregate_part
+        self.rounds[name].aggregate_part = lambda *given: change(serve(*given))  # type: ignore[method-assign]
+
+    def slow_down(self, name: str, seconds: float) -> None:
+        """Delays each message of a sender."""
 
         async def slowly(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
             async for message in messages:
                 await asyncio.sleep(seconds)
                 yield message
 
-        transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
-            endpoint, slowly(messages)
-        )
+        self.change_sent(name, slowly)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import torch
@@ -52,11 +52,9 @@ class Swarm:
     async def average_together(self, peers: Sequence[Peer], rounds: int = 1) -> list[list[Receipt]]:
         """All peers average `rounds` times, each round beginning when the last is over everywhere; receipts by peer."""
         receipts: list[list[Receipt]] = [[] for _ in peers]
-        async with AsyncExitStack() as stack:
-            for peer in peers:
-                await stack.enter_async_context(peer)
+        async with entered(peers):
             for _ in range(rounds):
-                for own, receipt in zip(receipts, await asyncio.gather(*(p.average() for p in peers)), strict=True):
+                for own, receipt in zip(receipts, await together(peers), strict=True):
                     own.append(receipt)
         return receipts
 
@@ -65,6 +63,36 @@ class Swarm:
         result = virtual_time.run(main)
         assert self.network.errors == []
         return result
+
+
+@asynccontextmanager
+async def entered(peers: Iterable[Peer]) -> AsyncIterator[None]:
+    """All of these are entered, one after the other."""
+    async with AsyncExitStack() as stack:
+        for peer in peers:
+            await stack.enter_async_context(peer)
+        yield
+
+
+async def together(peers: Iterable[Peer]) -> list[Receipt]:
+    """The receipts of one attempt of each of these."""
+    return await asyncio.gather(*(peer.average() for peer in peers))
+
+
+def change_messages(peer: Peer, change: Callable[[Any], AsyncGenerator[Any, None]], where: str) -> None:
+    """Changes what a peer sends as a sender (where "parts"), answers as a reducer ("replies"), or "both"."""
+    transport: Any = peer._transport
+    serve, send = transport.serve, transport.aggregate_part
+
+    async def serve_changed(service: Any, gossip: Any) -> None:
+        answer = service.aggregate_part
+        service.aggregate_part = lambda messages: change(answer(messages))
+        await serve(service, gossip)
+
+    if where != "replies":
+        transport.aggregate_part = lambda endpoint, messages: send(endpoint, change(messages))
+    if where != "parts":
+        transport.serve = serve_changed
 
 
 def scalars(count: int, seed: int) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Outcome, Peer, Receipt
+from averaging import Outcome, Receipt
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
@@ -511,32 +511,3 @@ async def test_peers_use_the_lane_from_their_first_round_on(lane: str, tmp_path:
         for peer in peers:
             with peer.tensors() as (tensor,):
                 assert torch.equal(tensor, torch.ones_like(tensor))
-
-
-@pytest.mark.asyncio
-async def test_a_peer_without_the_lane_is_in_one_group_with_others_that_have_it() -> None:
-    async with AsyncExitStack() as stack:
-        tensors = [{"w": torch.full((1_200_000,), float(n))} for n in range(3)]
-        options: dict[str, Any] = {"group_size": 3}
-        first = await stack.enter_async_context(Peer(tensors[0], run_id="run", **options))
-        peers = [first]
-        for number, listen in ((1, "auto"), (2, None)):
-            peers.append(
-                await stack.enter_async_context(
-                    Peer(tensors[number], run_id="run", join=[first.endpoint], direct_listen=listen, **options)
-                )
-            )
-        for _ in range(2):
-            receipts = await average(*peers)
-            assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 3
-        without = peers[2].endpoint
-        for receipt in receipts:
-            for account in receipt.accounts:
-                if account.endpoint == receipt.endpoint:
-                    assert (account.lane, account.lane_reason) == ("", "")
-                elif receipt.endpoint == without:
-                    assert (account.lane, account.lane_reason) == ("grpc", "")
-                elif account.endpoint == without:
-                    assert (account.lane, account.lane_reason) == ("grpc", opening.NOT_SERVED)
-                else:
-                    assert account.lane == "direct"
