@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Self
 
 import pytest
 import torch
@@ -35,10 +36,16 @@ SETTINGS = EtcdSettings(name="etcd://h:2379")
 class Cluster:
     """A model of etcd, and peers in it."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self) -> None:
         self.etcd = MemoryEtcd((0.001, 0.01))
         self.clients: dict[EtcdDiscovery, MemoryEtcdClient] = {}
-        self._stack = stack
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
     async def peer(
         self, name: str, *, tokens: tuple[str, ...] = (), settings: EtcdSettings = SETTINGS
@@ -60,17 +67,6 @@ class Cluster:
         self.etcd.end_all_watches()
 
 
-Main = Callable[[Cluster], Awaitable[None]]
-
-
-def simulate(main: Main) -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as stack:
-            await main(Cluster(stack))
-
-    virtual_time.run(run())
-
-
 def later(seconds: float) -> float:
     return virtual_time.clock() + seconds
 
@@ -79,10 +75,11 @@ async def settle() -> None:
     await asyncio.sleep(0.5)
 
 
-def test_while_etcd_is_down_peers_go_on_with_what_they_know(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_while_etcd_is_down_peers_go_on_with_what_they_know(caplog: pytest.LogCaptureFixture) -> None:
     """Records stay that nobody can renew, what is stored meanwhile appears afterwards, and the log says it once."""
-
-    async def main(cluster: Cluster) -> None:
+    caplog.set_level(logging.WARNING)
+    async with Cluster() as cluster:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(30))
         await settle()
@@ -102,16 +99,14 @@ def test_while_etcd_is_down_peers_go_on_with_what_they_know(caplog: pytest.LogCa
         assert not other.diagnose().isolation
         await asyncio.sleep(30)
         assert other.get(KEY) == {}
-
-    with caplog.at_level(logging.WARNING):
-        simulate(main)
     texts = [record.message for record in caplog.records]
     assert sum("does not answer: connection refused. This peer goes on" in text for text in texts) == 2
     assert sum("answers again after 20" in text for text in texts) == 2
 
 
-def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
+    async with Cluster() as cluster:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
         await settle()
@@ -122,11 +117,10 @@ def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
         assert other.get(KEY)["a:1"].value == b"1"
         assert "a:1" in other.endpoints()
 
-    simulate(main)
 
-
-def test_the_records_of_a_dead_peer_go_with_its_lease_and_it_has_not_withdrawn_them_before() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_the_records_of_a_dead_peer_go_with_its_lease_and_it_has_not_withdrawn_them_before() -> None:
+    async with Cluster() as cluster:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
         await settle()
@@ -140,14 +134,12 @@ def test_the_records_of_a_dead_peer_go_with_its_lease_and_it_has_not_withdrawn_t
         await asyncio.sleep(SETTINGS.renew + 4)
         assert other.knows("a:1")
 
-    simulate(main)
-
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
+@in_virtual_time
+async def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
     """Where it ended, or, if etcd has forgotten that, with all records read again."""
-
-    async def main(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
         await one.store(KEY, "c:1", b"1", later(300))
@@ -166,11 +158,10 @@ def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
             await asyncio.sleep(5)
             assert {name: entry.value for name, entry in (await anext(changes)).items()} == {"a:1": b"2"}
 
-    simulate(main)
 
-
-def test_a_store_that_was_made_anew_is_read_again() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_a_store_that_was_made_anew_is_read_again() -> None:
+    async with Cluster() as cluster:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         for number in range(50):
             await one.store(KEY, "a:1", b"%d" % number, later(300))
@@ -184,11 +175,10 @@ def test_a_store_that_was_made_anew_is_read_again() -> None:
         await settle()
         assert other.get(KEY)["a:1"].value == b"new"
 
-    simulate(main)
 
-
-def test_what_a_peer_holds_does_not_grow_with_the_run() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_what_a_peer_holds_does_not_grow_with_the_run() -> None:
+    async with Cluster() as cluster:
         peers = [await cluster.peer(f"p{number}:1") for number in range(60)]
         for number, peer in enumerate(peers):
             await peer.store(f"run.0b{number // 4}", f"p{number}:1", b"", later(300))
@@ -208,8 +198,6 @@ def test_what_a_peer_holds_does_not_grow_with_the_run() -> None:
         assert len(reached) == 60
         await asyncio.sleep(SETTINGS.lapse + 15)  # nobody reads the keys any more
         assert all(len(peer._records._table) <= 1 + SETTINGS.neighbours + 1 for peer in peers)
-
-    simulate(main)
 
 
 @pytest.mark.parametrize("bits", [False, True], ids=["one-key", "a-key-for-each-group"])
@@ -255,10 +243,10 @@ def signed(identity: Ed25519Identity, value: bytes = b"x", seconds: float = 30.0
     return author.write(KEY, "s:1", value, later(seconds), virtual_time.clock(), None)
 
 
-def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
+@in_virtual_time
+async def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
     """Another signature, another run, an expired record, too large a value, no record at all, a copy elsewhere."""
-
-    async def main(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         peer, stranger = await cluster.peer("a:1"), cluster.etcd.client()
         await peer.store(KEY, "a:1", b"1", later(300))
         lease, seal, identity = await stranger.grant(300.0), LAYOUT, Ed25519Identity()
@@ -291,11 +279,10 @@ def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
         await write(author.write(KEY, "a:1", b"mine", later(30), virtual_time.clock(), None))
         assert peer.get(KEY)["a:1"].value == b"1"
 
-    simulate(main)
 
-
-def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
+    async with Cluster() as cluster:
         tokens = ("a-token-of-the-run", "an-older-token-of-it")
         one, other = await cluster.peer("a:1", tokens=tokens), await cluster.peer("b:1", tokens=tokens[::-1])
         await other.store(KEY, "b:1", b"", later(300))
@@ -310,14 +297,13 @@ def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
         assert open_peer.get(KEY) == {}
         assert open_peer.refused[Reason.UNSEALED] > 0
 
-    simulate(main)
-
 
 # Joining
 
 
-def test_without_etcd_no_peer_starts_and_the_error_says_what_to_check() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_without_etcd_no_peer_starts_and_the_error_says_what_to_check() -> None:
+    async with Cluster() as cluster:
         cluster.go_down()
         with pytest.raises(JoinError) as failed:
             await cluster.peer("a:1")
@@ -325,8 +311,6 @@ def test_without_etcd_no_peer_starts_and_the_error_says_what_to_check() -> None:
             "etcd://h:2379 has not answered within 10 s (connection refused); check the addresses in discovery, that a "
             "majority of etcd's members is up, and that it accepts this peer's certificate"
         )
-
-    simulate(main)
 
 
 @asynccontextmanager
@@ -337,8 +321,9 @@ async def serving(network: MemoryNetwork, discovery: EtcdDiscovery) -> AsyncIter
     await transport.close()
 
 
-def test_a_peer_that_gossips_is_told_that_its_run_is_another() -> None:
-    async def main(cluster: Cluster) -> None:
+@in_virtual_time
+async def test_a_peer_that_gossips_is_told_that_its_run_is_another() -> None:
+    async with Cluster() as cluster:
         network = MemoryNetwork(random.Random(0))
         discovery = await cluster.peer("a:1")
         async with serving(network, discovery):
@@ -348,5 +333,3 @@ def test_a_peer_that_gossips_is_told_that_its_run_is_another() -> None:
                     pass
             await gossiping.close()
         assert network.errors == []
-
-    simulate(main)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from averaging.peer import PeerContext
 from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
+from tests.support.simulated import in_virtual_time
 
 SINCE = "2023-11-14 22:13:20 UTC"  # when virtual time begins
 
@@ -28,8 +29,9 @@ class Run:
     def __init__(self, seed: int = 1) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng)
+        self._stack = AsyncExitStack()
 
-    def peer(self, name: str, join: Sequence[str] = (), ahead: float = 0.0, timeout: float = 10.0) -> Peer:
+    async def peer(self, name: str, join: Sequence[str] = (), ahead: float = 0.0, timeout: float = 10.0) -> Peer:
         def clock() -> float:
             return virtual_time.clock() + ahead
 
@@ -38,7 +40,7 @@ class Run:
             identity = UnsignedIdentity(self.rng)
             return GossipDiscovery("run", endpoint, transport, join=join, clock=clock, rng=rng, identity=identity)
 
-        return Peer(
+        peer = Peer(
             {"w": torch.zeros(2)},
             run_id="run",
             context=PeerContext(
@@ -50,14 +52,14 @@ class Run:
             group_wait=2.0,
             round_timeout=timeout,
         )
+        return await self._stack.enter_async_context(peer)
 
-    def simulate(self, main: Callable[[AsyncExitStack], Coroutine[Any, Any, None]]) -> None:
-        async def scenario() -> None:
-            async with AsyncExitStack() as stack:
-                await main(stack)
+    async def __aenter__(self) -> Self:
+        return self
 
-        virtual_time.run(scenario())
-        assert self.network.errors == []
+    async def __aexit__(self, kind: object, *error: object) -> None:
+        await self._stack.aclose()
+        assert kind is not None or self.network.errors == []
 
 
 async def why_alone(peer: Peer) -> str:
@@ -74,27 +76,23 @@ async def why_alone(peer: Peer) -> str:
         (["a:1"], "the only join of this peer is its own address"),
     ],
 )
-def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:
-    run = Run()
-
-    async def main(stack: AsyncExitStack) -> None:
-        peer = await stack.enter_async_context(run.peer("a:1", join))
+@in_virtual_time
+async def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:
+    async with Run() as run:
+        peer = await run.peer("a:1", join)
         reason = await why_alone(peer)
         hint = f"{why}, so the others must join a:1, or this peer one of them"
         assert reason == f"no other peer is in the run: start more peers of it, or wait longer ({hint})"
 
-    run.simulate(main)
 
-
-def test_other_peers_are_in_the_run_and_none_is_ready() -> None:
-    run = Run()
-
-    async def main(stack: AsyncExitStack) -> None:
-        idle = await stack.enter_async_context(run.peer("a:1"))
-        elsewhere = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=60.0))
+@in_virtual_time
+async def test_other_peers_are_in_the_run_and_none_is_ready() -> None:
+    async with Run() as run:
+        idle = await run.peer("a:1")
+        elsewhere = await run.peer("b:1", ["a:1"], timeout=60.0)
         topic = elsewhere.topic("gradients", {"w": torch.zeros(2)})
         looking = asyncio.create_task(elsewhere.average(topic))
-        peer = await stack.enter_async_context(run.peer("c:1", ["a:1"]))
+        peer = await run.peer("c:1", ["a:1"])
         reason = await why_alone(peer)
         assert reason == (
             "2 other peers in the run, none of them ready for a group under run.0b: "
@@ -105,16 +103,13 @@ def test_other_peers_are_in_the_run_and_none_is_ready() -> None:
         looking.cancel()
         assert idle.endpoint == "a:1"
 
-    run.simulate(main)
-
 
 @pytest.mark.parametrize(("how", "why"), [("killed", "connection refused"), ("stuck", "no answer")])
-def test_other_peers_do_not_answer(how: str, why: str) -> None:
-    run = Run()
-
-    async def main(stack: AsyncExitStack) -> None:
-        other = await stack.enter_async_context(run.peer("a:1"))
-        peer = await stack.enter_async_context(run.peer("b:1", ["a:1"], timeout=25.0))
+@in_virtual_time
+async def test_other_peers_do_not_answer(how: str, why: str) -> None:
+    async with Run() as run:
+        other = await run.peer("a:1")
+        peer = await run.peer("b:1", ["a:1"], timeout=25.0)
         await asyncio.sleep(5)
         (run.network.kill if how == "killed" else run.network.freeze)("a:1")
         reason = await why_alone(peer)
@@ -123,17 +118,14 @@ def test_other_peers_do_not_answer(how: str, why: str) -> None:
         run.network.thaw("a:1")
         assert other.endpoint == "a:1"
 
-    run.simulate(main)
-
 
 @pytest.mark.parametrize("ahead", [5.0, 40.0, -40.0])
-def test_clocks_that_differ_too_much_are_named_by_those_that_get_answers(ahead: float) -> None:
+@in_virtual_time
+async def test_clocks_that_differ_too_much_are_named_by_those_that_get_answers(ahead: float) -> None:
     """A peer whose clock is far behind is not in the table of the other: its records have expired already."""
-    run = Run()
-
-    async def main(stack: AsyncExitStack) -> None:
-        one = await stack.enter_async_context(run.peer("a:1"))
-        other = await stack.enter_async_context(run.peer("b:1", ["a:1"], ahead))
+    async with Run() as run:
+        one = await run.peer("a:1")
+        other = await run.peer("b:1", ["a:1"], ahead)
         await asyncio.sleep(20)
         reasons = [await why_alone(one), await why_alone(other)]  # not at once: a few seconds apart they may still meet
         seconds = f"{abs(ahead):.0f} s" if abs(ahead) > 10 else f"{abs(ahead):.1f} s"
@@ -142,5 +134,3 @@ def test_clocks_that_differ_too_much_are_named_by_those_that_get_answers(ahead: 
         for reason, name, is_ahead in sides[ahead < -10 :]:
             clocks = f"that of {name} is {seconds} {words[is_ahead]} this peer's; set them, for example with NTP"
             assert f"clocks are more than 3 s apart: {clocks}" in reason.replace("4.9 s", "5.0 s")
-
-    run.simulate(main)
