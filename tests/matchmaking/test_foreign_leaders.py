@@ -135,10 +135,7 @@ async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreig
 
 BROKEN_GROUPS: dict[str, dict[str, Any]] = {
     "without our peer": {"ordered_group_endpoints": ["127.0.0.1:1", "127.0.0.1:2"]},
-    "of one": {"ordered_group_endpoints": [], "gathered": []},
-    "without an id": {"group_id": b""},
     "a gather too few": {"gathered": [gather()]},
-    "an unreadable gather": {"gathered": [gather(), b"\xc1"]},
     "a negative weight": {"gathered": [gather(), gather(-1.0)]},
 }
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,25 +276,6 @@ async def test_nan_is_averaged_where_it_is_allowed() -> None:
     for tensor in tensors:
         assert tensor["w"].isnan().tolist() == [True, False]
         assert tensor["w"][1].item() == 2.0
-
-
-@pytest.mark.asyncio
-async def test_what_is_sent_may_depend_on_the_group() -> None:
-    tensors = [{"w": torch.zeros(3)} for _ in range(3)]
-    async with AsyncExitStack() as stack:
-        peers = await swarm(stack, tensors)
-
-        def prepare(peer: Peer, tensor: torch.Tensor, gathered: Mapping[str, Any]) -> None:
-            assert gathered[peer.endpoint] == {"number": peers.index(peer)}
-            tensor[list(gathered).index(peer.endpoint)] = 3.0
-
-        await asyncio.gather(
-            *(
-                peer.average(gather={"number": number}, prepare=partial(prepare, peer, tensors[number]["w"]))
-                for number, peer in enumerate(peers)
-            )
-        )
-    assert all(tensor["w"].tolist() == [1.0] * 3 for tensor in tensors)
 
 
 @pytest.mark.asyncio

@@ -32,20 +32,6 @@ def test_peers_in_processes_average(workers: Workers, count: int) -> None:
     quit_in_order(*processes)
 
 
-def test_clients_and_auxiliaries_in_processes(workers: Workers) -> None:
-    modes = ["NODE"] * 2 + ["CLIENT"] * 2 + ["AUXILIARY"] * 2
-    processes = workers.start(
-        *({"value": n, "weight": n + 1, "mode": mode, "group_size": len(modes)} for n, mode in enumerate(modes))
-    )
-    receipts = average(*processes)
-    expected = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
-    for number, receipt in enumerate(receipts):
-        assert receipt["outcome"] == "averaged"
-        assert receipt["dropped"] == []
-        assert receipt["values"] == [pytest.approx(expected if number < 4 else number, abs=1e-3)]
-    assert len({receipt["digest"] for receipt in receipts[:4]}) == 1
-
-
 STEPS = [("sending", 1), ("reducing", 3), ("sending", 0), ("sending", 5), ("reducing", 0), ("reducing", 12)]
 
 

@@ -215,20 +215,6 @@ def test_what_was_not_asked_for_may_not_be_left_out(skipped: int) -> None:
         StateAssembler(SCHEMA).feed(message)
 
 
-@pytest.mark.parametrize("other", [state(2), state(1, extra=1.0)])
-def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
-    first = StateAssembler(SCHEMA)
-    for message in pack(seal(state(1))):
-        first.feed(message)
-    asked = first.kept.resume
-    assert asked is not None
-    assert asked.offset == first.nbytes
-    whole = list(pack(seal(other), asked))
-    assert "skipped" not in msgpack.decode(whole[0].metadata)
-    with pytest.raises(StateError, match="skipped 88 bytes that this peer does not have"):
-        StateAssembler(SCHEMA, earlier=first.kept).feed(with_skipped(whole[0], asked.offset))
-
-
 @pytest.mark.parametrize("offset", [0, 1, 20, 87, 88, 89, 1 << 59])
 def test_a_donor_leaves_nothing_out_for_an_odd_question(offset: int) -> None:
     for fingerprint in (b"", bytes(32)):
