@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-import torch
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,15 +40,6 @@ def test_each_coding_is_chosen_where_it_is_shortest() -> None:
     assert encode(few, old, 2)[0] is Coding.SPARSE
     assert encode(many, old, 2)[0] is Coding.DENSE
     assert encode(rng.integers(0, 256, 1 << 16, np.uint8), old, 2)[0] is Coding.RAW
-
-
-def test_a_fine_tuning_step_in_bfloat16_takes_less_than_a_tenth() -> None:
-    torch.manual_seed(0)
-    weights = torch.randn(1 << 18) * 0.02
-    changed = weights + 2e-6 * torch.randn(len(weights)).sign()
-    old, new = (each.bfloat16().view(torch.uint8).numpy() for each in (weights, changed))
-    assert 0.01 < np.mean(old.view(np.uint16) != new.view(np.uint16)) < 0.2
-    assert len(encode(new, old, 2)[1]) < len(new) / 10
 
 
 def test_what_zstd_announces_is_checked_before_it_is_unpacked() -> None:

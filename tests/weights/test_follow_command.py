@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from averaging import Peer, WeightPublisher
-from averaging.rpc import EventLoopThread
+from averaging import WeightPublisher
 from averaging.weights import publisher as publishing
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_command, averaging_process
@@ -180,17 +179,6 @@ def test_a_version_that_is_never_published(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_peer_that_publishes_nothing(tmp_path: Path) -> None:
-    peer = Peer([torch.zeros(2)], run_id="run")
-    thread = EventLoopThread(peer, "a peer")
-    try:
-        with follow(peer.endpoint, tmp_path / "now.safetensors") as process:
-            assert "publishes no weights" in process.expect("error")["message"]
-            assert process.wait() == 1
-    finally:
-        thread.close()
-
-
 @pytest.mark.parametrize(
     ("write", "arguments", "code", "told"),
     [
@@ -212,15 +200,6 @@ def test_what_cannot_work_is_told(
     assert process.returncode == code
     assert told in process.stderr
     assert (path.read_bytes() if path.is_file() else None) == before
-
-
-def test_another_file_is_replaced_with_overwrite(tmp_path: Path) -> None:
-    publisher, path = WeightPublisher(), tmp_path / "now.safetensors"
-    publisher.publish_now(state(), 1)
-    path.write_bytes(b"other")
-    with Publishing(publisher) as endpoint, follow(endpoint, path, "--once", "--overwrite") as process:
-        assert process.expect("written")["version"] == 1
-    assert same(load_file(path), state())
 
 
 def test_ctrl_c_before_anything_was_published(tmp_path: Path) -> None:

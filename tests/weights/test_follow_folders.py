@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from safetensors import safe_open
 
 from averaging import WeightPublisher
 from averaging.cli import main
-from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import JsonProcess, averaging_process
 from tests.weights.test_weights import Publishing, same, state, stepped
@@ -81,28 +79,6 @@ def test_a_command_that_is_started_again_goes_on_from_the_newest_version(tmp_pat
     assert versions(output) == ["newest", "version-1", "version-2"]
 
 
-def test_a_full_disk_leaves_the_old_version_and_the_next_one_is_tried(tmp_path: Path) -> None:
-    publisher, weights, output = WeightPublisher(), state(), tmp_path / "now"
-    publisher.publish_now(weights, 1)
-    with Publishing(publisher) as endpoint, follow(endpoint, output, base_folder(tmp_path / "base")) as process:
-        process.expect("written")
-        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        publisher.publish_now(stepped(weights), 2)
-        unwritten = process.expect("unwritten")
-        assert unwritten["version"] == 2
-        assert "the old version is unchanged. Free disk space" in unwritten["message"]
-        assert versions(output) == ["newest", "version-1"]
-        assert same(load_folder(output / "newest"), weights)
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
-        weights = stepped(stepped(weights))
-        publisher.publish_now(weights, 3)
-        assert process.expect("written")["version"] == 3
-        assert same(load_folder(output / "newest"), weights)
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0
-    assert versions(output) == ["newest", "version-1", "version-3"]
-
-
 def test_weights_of_another_model_end_the_command(tmp_path: Path) -> None:
     publisher = WeightPublisher()
     publisher.publish_now(state(), 1)
@@ -128,15 +104,6 @@ def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, mon
     result = CliRunner().invoke(main, ["follow", "127.0.0.1:1", "--output", "now", *arguments])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
-
-
-def test_a_version_that_is_written_again_replaces_itself(tmp_path: Path) -> None:
-    options = FolderOptions(BaseFolder(base_folder(tmp_path / "base")), 1000)
-    folders = VersionedFolders(tmp_path / "now", options, 2, overwrite=False)
-    folders.write(1, {"w": torch.zeros(1)}, {})
-    folders.write(1, {"w": torch.ones(1)}, {})
-    assert load_folder(tmp_path / "now" / "newest")["w"].tolist() == [1.0]
-    assert versions(tmp_path / "now") == ["newest", "version-1"]
 
 
 def test_ctrl_c_while_a_version_is_written_leaves_whole_versions_only(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -148,40 +147,6 @@ def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack
     assert_same(load_file(path), expected)
 
 
-def test_the_command_follows_the_parts_and_never_writes_parts_of_two_versions(stack: ExitStack, tmp_path: Path) -> None:
-    publishers = Ranks(stack, 2, role="publish")
-    join = publishers.expect("ready")[0]["endpoint"]
-    path = tmp_path / "now.safetensors"
-    process = stack.enter_context(averaging_process("follow", join, "--output", str(path)))
-    process.expect("ready", PATIENCE)
-    for version in (1, 2, 5):
-        publishers.send(str(version))
-        publishers.expect("published")
-        assert process.expect("written", PATIENCE)["version"] == version
-        assert_same(load_file(path), model_of(version).state_dict())
-    # Rank 1 dies before it publishes version 6, so the file keeps version 5.
-    publishers.processes[1].send("die")
-    publishers.processes[0].send("6")
-    for publisher in publishers.processes:
-        publisher.wait(PATIENCE)
-    process.signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == 0
-    assert_same(load_file(path), model_of(5).state_dict())
-
-
-@pytest.mark.long
-def test_the_command_refuses_parts_that_are_too_large_together(stack: ExitStack, tmp_path: Path) -> None:
-    publishers = Ranks(stack, 2, role="publish")
-    join = publishers.expect("ready")[0]["endpoint"]
-    publishers.send("1")
-    publishers.expect("published")
-    path, most = tmp_path / "now.safetensors", sum(one.nbytes for one in model_of(1).state_dict().values()) - 1
-    ended = averaging_command("follow", join, "--output", str(path), "--once", "--max-bytes", str(most))
-    assert ended.returncode == 1
-    assert f"{most + 1} bytes of weights in all parts, more than --max-bytes {most}" in ended.stderr
-    assert not path.exists()
-
-
 def test_who_joins_another_rank_than_the_first_is_told_so(stack: ExitStack, tmp_path: Path) -> None:
     publishers = Ranks(stack, 2, role="publish")
     join = publishers.expect("ready")[1]["endpoint"]
@@ -196,15 +161,3 @@ def test_who_joins_another_rank_than_the_first_is_told_so(stack: ExitStack, tmp_
     assert ended.returncode == 2
     assert f"{join} publishes a part of a model, and names no others; join the publisher of rank 0" in ended.stderr
     assert not path.exists()
-
-
-def test_another_model_is_named(stack: ExitStack) -> None:
-    publishers = Ranks(stack, 2, role="publish")
-    join = publishers.expect("ready")[0]["endpoint"]
-    publishers.send("1")
-    publishers.expect("published")
-    with (
-        pytest.raises(TensorError, match=r"'0\.weight' is float32\[6, 6\] here and float32\[7, 6\] there"),
-        WeightFollower({"0.weight": torch.zeros(6, 6)}, join=[join], join_timeout=PATIENCE) as weights,
-    ):
-        weights.update(timeout=PATIENCE)

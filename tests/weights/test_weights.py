@@ -30,7 +30,7 @@ from averaging import (
 )
 from averaging.errors import CallRefusedError, ListenError
 from averaging.rpc import EventLoopThread, RpcHandler, RpcServer, read_credentials
-from averaging.weights import Staleness, WeightSnapshot
+from averaging.weights import Staleness
 from averaging.weights import publisher as publishing
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.store import FETCH
@@ -105,27 +105,6 @@ async def test_only_what_changed_travels() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_follower_whose_version_is_no_longer_kept_gets_whole_pieces() -> None:
-    publisher, weights = WeightPublisher(bases=1), state()
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        await publisher.publish(weights, 1)
-        first = await follow(stack, server.endpoint)
-        await has(first, 1)
-        base = first.newest
-        assert isinstance(base, WeightSnapshot)
-        for version in (2, 3):
-            weights = stepped(weights)
-            await publisher.publish(weights, version)
-            await has(first, version)  # else it might skip version 2, keep 1 and hand on the difference from it
-        options = FollowerOptions(join=[server.endpoint], run_id="")
-        late = await stack.enter_async_context(ModelReceiver(options, base=base))
-        await has(late, 3)
-        assert holds(late, weights)
-        assert late.bytes_received == weights["second"].nbytes + weights["count"].nbytes, "`first` is the same still"
-
-
-@pytest.mark.asyncio
 async def test_versions_never_go_back_and_keep_their_layout() -> None:
     publisher, weights = WeightPublisher(), state()
     assert await publisher.publish(weights, 7) == 7
@@ -192,26 +171,6 @@ async def test_32_followers_cost_the_publisher_few_copies() -> None:
         assert sent + sum(follower.bytes_sent for follower in followers) == received
 
 
-@pytest.mark.asyncio
-async def test_a_follower_whose_source_leaves_gets_the_rest_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "CHAIN_BYTES", 1)
-    publisher, weights = WeightPublisher(), state()
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        chain = [await follow(stack, server.endpoint) for _ in range(2)]
-        leaving = await stack.enter_async_context(AsyncExitStack())
-        middle = await follow(leaving, server.endpoint)
-        await publisher.publish(weights, 1)
-        for follower in (*chain, middle):
-            await has(follower, 1)
-        await leaving.aclose()
-        weights = stepped(weights)
-        await publisher.publish(weights, 2)
-        for follower in chain:
-            await has(follower, 2)
-            assert holds(follower, weights)
-
-
 class Liar:
     """Answers each request with pieces of zeros."""
 
@@ -254,23 +213,6 @@ async def test_a_source_that_sends_something_wrong_is_left_for_some_versions(
             assert holds(follower, weights)
         assert liar.asked == 1
         assert f"{lying.endpoint} did not deliver: a piece of tensor" in caplog.text
-
-
-@pytest.mark.asyncio
-async def test_a_publisher_that_lies_is_never_believed() -> None:
-    class LyingPublisher(WeightPublisher):
-        def rpc_handlers(self) -> Iterable[RpcHandler]:
-            follow, _, *others = super().rpc_handlers()
-            return [follow, *Liar().rpc_handlers(), *others]
-
-    publisher = LyingPublisher()
-    await publisher.publish(state(), 1)
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        follower = await follow(stack, server.endpoint)
-        async with asyncio.timeout(LIMIT):
-            await follower.changes.wait(lambda: follower.retries >= 2)
-        assert follower.newest is None
 
 
 def test_a_script_updates_its_model() -> None:
@@ -326,18 +268,6 @@ class Publishing:
 
     def __exit__(self, *_: object) -> None:
         self._thread.close()
-
-
-def test_staleness_is_known() -> None:
-    publisher = WeightPublisher()
-    with Publishing(publisher) as endpoint, WeightFollower(state(), join=[endpoint]) as f:
-        publisher.publish_now(state(), 1)
-        assert f.update(timeout=LIMIT)
-        publisher.publish_now(state(1), 4)
-        f._thread.run(f._receiver.wait_newer(1, LIMIT))  # type: ignore[union-attr]
-        assert f.staleness.versions == 3
-        f.update()
-        assert f.staleness == Staleness()
 
 
 def test_the_weights_never_change_inside_the_lock() -> None:
@@ -415,13 +345,6 @@ async def test_nobody_answers() -> None:
         async with RpcServer("127.0.0.1:0", [WeightPublisher()]) as server:
             with pytest.raises(ListenError):
                 await follow(stack, server.endpoint, listen=server.endpoint)
-
-
-@pytest.mark.asyncio
-async def test_another_run_is_refused() -> None:
-    async with RpcServer("127.0.0.1:0", [WeightPublisher(run_id="mine")]) as server, AsyncExitStack() as stack:
-        with pytest.raises(CallRefusedError, match="run 'mine', not to 'run'"):
-            await follow(stack, server.endpoint)
 
 
 @pytest.mark.asyncio

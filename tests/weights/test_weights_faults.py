@@ -19,7 +19,7 @@ from averaging.weights.store import FETCH, Store
 from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
-from tests.weights.test_weights import LIMIT, follow, has, holds, same, state, stepped
+from tests.weights.test_weights import LIMIT, follow, has, holds, state, stepped
 from tests.weights.weights_worker import weights_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -69,7 +69,7 @@ def worker(port: int, version: int) -> JsonProcess:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", [0.5])
 @pytest.mark.parametrize("first", [True, False], ids=["whole", "difference"])
 async def test_the_publisher_is_killed(share: float, first: bool) -> None:
     version = 1 if first else 2
@@ -134,29 +134,6 @@ async def test_the_link_fails_in_the_middle_of_a_difference(fault: Fault) -> Non
             difference = follower.bytes_received - whole
             assert difference < 0.8 * whole
             assert publisher.bytes_sent - sent < 1.8 * difference, "what had arrived was not sent again"
-
-
-@pytest.mark.asyncio
-async def test_version_3_is_published_while_2_travels() -> None:
-    moment, publisher = Moment(0.2), WeightPublisher()
-    with FaultProxy(RATE) as proxy:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
-            await publisher.publish(weights_of(1), 1)
-            follower = await slow(stack, proxy, moment)
-            await has(follower, 1)
-            moment.armed = True
-            await publisher.publish(weights_of(2), 2)
-            await moment.comes()
-            await publisher.publish(weights_of(3), 3)
-            seen: list[int] = []
-            async with asyncio.timeout(LIMIT):
-                while not seen or seen[-1] < 3:
-                    await follower.wait_newer(seen[-1] if seen else 1, None)
-                    assert follower.newest is not None
-                    seen.append(follower.newest.manifest.version)
-                    assert same(follower.newest.tensors(), weights_of(seen[-1]))
-            assert seen in ([2, 3], [3])
 
 
 class Silent:

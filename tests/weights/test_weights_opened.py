@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -91,30 +91,6 @@ def test_the_digests_are_those_of_the_plain_tensors() -> None:
     assert opened.finish().manifest.digest == reference_digest(plain)
 
 
-@pytest.mark.asyncio
-async def test_a_copy_that_fails_ends_the_version_and_the_next_one_is_received() -> None:
-    publisher, weights = WeightPublisher(), state()
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        follower = await follow(stack, server.endpoint)
-        await publisher.publish(weights, 1)
-        await has(follower, 1)
-        copy = begin_copy(stepped(weights))
-
-        def failing() -> Iterator[tuple[int, int]]:
-            yield 0, 1 << 20
-            raise MemoryError
-
-        copy._slices = failing()
-        with pytest.raises(MemoryError):
-            publisher._publish_copy(copy, 2)
-        assert publisher.version == 1
-        weights = stepped(weights)
-        await publisher.publish(weights, 3)
-        await has(follower, 3)
-        assert holds(follower, weights)
-
-
 def test_a_piece_is_taken_only_with_its_digest_and_a_version_only_with_all() -> None:
     whole = seal(begin_copy(state()), 1, None)
     manifest = WeightManifest(1, whole.manifest.layout, (), opened=bytes(16))
@@ -184,20 +160,6 @@ async def follow_scripted(stack: AsyncExitStack, scripted: Scripted, **options: 
     server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [scripted], grace=0.0))
     settings = FollowerOptions(join=[server.endpoint], run_id="", **options)  # type: ignore[arg-type]
     return await stack.enter_async_context(ModelReceiver(settings))
-
-
-@pytest.mark.asyncio
-async def test_pieces_wait_for_digests_that_come_late() -> None:
-    async with AsyncExitStack() as stack:
-        scripted = Scripted(weights := state())
-        follower = await follow_scripted(stack, scripted)
-        async with asyncio.timeout(LIMIT):
-            await scripted.fetched.wait()
-        assert follower.bytes_received == 0
-        assert follower.newest is None
-        scripted.describe.set()
-        await has(follower, 1)
-        assert holds(follower, weights)
 
 
 @pytest.mark.asyncio

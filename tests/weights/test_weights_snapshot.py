@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -14,15 +13,11 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import (
-    LARGE_BYTES,
-    LARGE_PIECE_BYTES,
     PIECE_BYTES,
     WeightLayout,
     WeightSpec,
     check_layout,
-    first_difference,
     indices_of,
-    layout_for,
     ranges_of,
     read_version,
     version_message,
@@ -54,15 +49,6 @@ def test_a_snapshot_has_the_values_of_all_dtypes_and_layouts() -> None:
     pieces = taken.manifest.layout.pieces
     assert [piece.stop - piece.start for piece in pieces if piece.bucket == 0] == [PIECE_BYTES, PIECE_BYTES, 702848]
     assert len(pieces) == 3 + 5, "an empty tensor has no piece"
-
-
-def test_the_digest_is_that_of_the_whole_state() -> None:
-    first = snapshot().manifest.digest
-    assert snapshot(version=9).manifest.digest == first
-    assert snapshot(half=STATE["half"] + 1).manifest.digest != first
-    assert seal(begin_copy({"other": torch.zeros(2)}), 1, None).manifest.digest != first
-    shapes = [seal(begin_copy({"w": torch.zeros(shape)}), 1, None).manifest.digest for shape in ((2, 3), (3, 2))]
-    assert shapes[0] != shapes[1]
 
 
 def test_versions_share_the_memory_of_equal_tensors() -> None:
@@ -162,18 +148,6 @@ def test_a_layout_from_another_peer_is_checked(spec: WeightSpec, match: str) -> 
             check_layout([], size, 100)
 
 
-def test_the_first_difference_names_the_tensor() -> None:
-    one = [WeightSpec("a", "float32", (2,)), WeightSpec("b", "float32", (3,))]
-    assert first_difference(one, reversed(one)) is None
-    assert first_difference(one, one[:1]) == "tensor 'b' (float32[3]) is only here"
-    assert first_difference(one[:1], one) == "tensor 'b' (float32[3]) is only there"
-    other = [one[0], dataclasses.replace(one[1], dtype="bfloat16")]
-    assert first_difference(one, other) == "tensor 'b' is float32[3] here and bfloat16[3] there"
-    names = ("in version 3", "now")
-    assert first_difference(one, one[:1], names) == "tensor 'b' (float32[3]) is only in version 3"
-    assert first_difference(one, other, names) == "tensor 'b' is float32[3] in version 3 and bfloat16[3] now"
-
-
 @given(indices=st.sets(st.integers(0, 60)))
 def test_ranges_are_the_indices(indices: set[int]) -> None:
     ranges = ranges_of(sorted(indices))
@@ -185,27 +159,6 @@ def test_ranges_are_the_indices(indices: set[int]) -> None:
 def test_ranges_from_another_peer_are_checked(ranges: list[tuple[int, int]]) -> None:
     with pytest.raises(ProtocolViolationError):
         indices_of(ranges, 10)
-
-
-def test_the_layout_knows_the_pieces_of_each_bucket() -> None:
-    kinds = {
-        "a": ("int8", 5000),
-        "b": ("int8", 0),
-        "c": ("int8", 1),
-        "d": ("bool", 4095),
-        "e": ("uint8", 1),
-        "f": ("int64", 0),
-    }
-    layout = WeightLayout(tuple(WeightSpec(name, dtype, (size,)) for name, (dtype, size) in kinds.items()), 4096)
-    assert [[spec.name for spec in layout.in_bucket(number)] for number in range(4)] == [
-        ["a"],
-        ["b", "c", "d"],
-        ["e"],
-        ["f"],
-    ]
-    assert [list(layout.of_bucket(number)) for number in range(4)] == [[0, 1], [2], [3], []]
-    assert layout.places[:5] == ((0, 0, 5000), (1, 0, 0), (1, 0, 1), (1, 1, 4096), (2, 0, 1))
-    assert layout.count == len(layout.pieces) == 4
 
 
 @given(
@@ -250,16 +203,3 @@ def test_small_tensors_travel_in_one_piece_each_way() -> None:
     received = incoming.finish()
     assert received.manifest == new.manifest
     assert all(torch.equal(tensor, second[name]) for name, tensor in received.tensors().items())
-
-
-def test_small_tensors_are_taken_over_in_another_order() -> None:
-    state = many(30)
-    taken = seal(begin_copy(state), 1, None)
-    other = seal(begin_copy(dict(reversed(state.items()))), 1, None)
-    assert taken.arranged(other.manifest.layout).manifest == other.manifest
-    assert all(torch.equal(tensor, state[name]) for name, tensor in taken.whole().tensors().items())
-
-
-def test_large_states_have_larger_pieces() -> None:
-    assert layout_for([WeightSpec("w", "int8", (LARGE_BYTES - 1,))]).piece_bytes == PIECE_BYTES
-    assert layout_for([WeightSpec("w", "int8", (LARGE_BYTES,))]).piece_bytes == LARGE_PIECE_BYTES

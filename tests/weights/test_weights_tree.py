@@ -43,26 +43,12 @@ def test_followers_that_do_not_hand_on_get_it_from_those_that_do() -> None:
     assert Counter(tree.sources.values()) == {PUBLISHER: 1, followers[0]: 7}
 
 
-def test_a_follower_that_does_not_hand_on_breaks_no_chain() -> None:
-    tree, (a, b, c, d) = Tree(1, 1), names(4)
-    assert [tree.source_of(each, [a, c, d], ()) for each in (a, b, c, d)] == [PUBLISHER, a, a, c]
-
-
 def test_a_follower_whose_source_failed_gets_the_version_from_the_publisher() -> None:
     tree, (a, b, c, d) = Tree(2, 2), names(4)
     able = [a, b, c, d]
     assert [tree.source_of(each, able, ()) for each in (a, b, c)] == [PUBLISHER, PUBLISHER, a]
     assert tree.source_of(c, able, {a}) == PUBLISHER, "and tries no further one"
     assert tree.source_of(d, [b, c, d], ()) == b, "others are not sent to the one that was left"
-
-
-def test_without_another_source_the_publisher_sends_a_further_copy() -> None:
-    tree, (a, b, c) = Tree(1, 2), names(3)
-    assert tree.source_of(a, [a, b, c], ()) == PUBLISHER
-    assert tree.source_of(b, [a, b, c], ()) == a
-    assert tree.source_of(b, [a, b, c], {a}) == PUBLISHER
-    tree.leave(a)
-    assert tree.source_of(c, [b, c], ()) == b
 
 
 @given(seed=st.integers(0, 1 << 32), copies=st.integers(1, 3), fan_out=st.integers(1, 3))
