@@ -156,15 +156,6 @@ def test_tampered_bytes_are_named_and_tried_again(nodes: Nodes, caplog: pytest.L
     assert nodes.meet(handler)[0].world_size == 1
 
 
-def test_bytes_of_a_stranger_are_never_taken(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "REFUSED_FOR", 1.0)
-    store = MemoryRegister()
-    register = nodes.register(store)
-    assert register.run(store.compare_and_set("elastic/job/state", b"cos\nsystem\n", None)).done
-    with pytest.raises(RendezvousStateError, match="nobody with this run's token wrote"):
-        nodes.node(is_host=False).next_rendezvous()
-
-
 class Bomb:
     """Leaves a file where it is unpickled."""
 
@@ -226,16 +217,6 @@ def test_a_job_without_an_id_is_refused_at_a_register_of_others(nodes: Nodes) ->
         with pytest.raises(ConfigError, match=r"is shared: this node does not host it"):
             nodes.node(1, 1, run_id="none", **conf)
     assert nodes.meet(nodes.node(1, 1, run_id="a name"))[0].world_size == 1
-
-
-def test_the_endpoint_from_the_variables_of_a_launcher(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, _, port = nodes.endpoint.rpartition(":")
-    monkeypatch.setenv("PET_MASTER_ADDR", host)
-    monkeypatch.setenv("PET_MASTER_PORT", port)
-    monkeypatch.setenv("PET_NODE_RANK", "1")
-    infos = nodes.meet(nodes.node(2, endpoint=""), nodes.node(2, endpoint=""))
-    assert sorted((info.rank, info.world_size) for info in infos) == [(0, 2), (1, 2)]
-    assert nodes.meet(nodes.node(2, run_id="b"), nodes.node(2, run_id="b", endpoint=""))[0].world_size == 2
 
 
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.elastic.jobs import PATIENCE, Job, Node
-from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_process
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,12 +37,6 @@ def end(*nodes: Node) -> None:
         assert node.wait(PATIENCE) == 0, node.stderr
 
 
-def test_the_register_alone(stack: ExitStack) -> None:
-    process = register(stack, free_address())
-    process.signal(signal.SIGTERM)
-    assert process.wait() == 0, process.stderr
-
-
 def variables(job: Job) -> dict[str, Any]:
     """Turns the options of a job into variables, as Kubeflow Trainer's runtime for torch sets them."""
     host, _, port = job.endpoint.rpartition(":")
@@ -62,33 +55,6 @@ def test_a_job_of_one_node(stack: ExitStack, tmp_path: Path) -> None:
     named = ("rank", "world", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
     assert [start[name] for name in named] == [0, 1, 0, 0, 0, 1, 1]
     assert (start["restarts"], start["most"], start["run_id"]) == (0, 3, "job")
-
-
-@long
-@pytest.mark.parametrize("nproc", ["2", "cpu", "auto"])
-def test_workers_of_a_node(stack: ExitStack, tmp_path: Path, nproc: str) -> None:
-    node = Job(stack, tmp_path, "1", nproc=nproc, steps=2, pace=0.0).node()
-    count = 2 if nproc == "2" else os.cpu_count() or 1
-    starts = [node.expect("start", PATIENCE) for _ in range(count)]
-    end(node)
-    assert {start["rank"] for start in starts} == set(range(count))
-    assert {start["world"] for start in starts} == {count}
-
-
-@long
-def test_standalone_is_torchs_own_and_still_works(stack: ExitStack, tmp_path: Path) -> None:
-    job = Job(stack, tmp_path, "1", steps=2, pace=0.0)
-    job.options = ["--standalone", "--nnodes=1", "--nproc-per-node=2"]
-    end(job.node())
-
-
-@long
-def test_a_node_rank_from_the_environment_means_nothing(stack: ExitStack, tmp_path: Path) -> None:
-    """Both nodes have the same."""
-    job = Job(stack, tmp_path, "2", steps=2, pace=0.0)
-    nodes = [job.node(**given) for given in [variables(job)] * 2]
-    assert {node.expect("start", PATIENCE)["GROUP_RANK"] for node in nodes} == {0, 1}
-    end(*nodes)
 
 
 @long
@@ -211,65 +177,8 @@ def test_a_register_that_stays_away_ends_nothing_that_trains(stack: ExitStack, t
 
 
 @long
-def test_clocks_that_differ_by_20_s_are_named_and_evict_nobody(stack: ExitStack, tmp_path: Path) -> None:
-    job = Job(stack, tmp_path, "2", max_restarts=0)
-    right = job.node()
-    fast = job.node(launcher=("python", str(Path(__file__).with_name("elastic_fast_clock.py")), "20"))
-    step = right.until_step(1)["step"]
-    right.until_step(step + 200)  # 10 s, while a heartbeat must come in 4 s
-    job.finish(right, fast)
-    assert all(node.starts() == [(2, 0)] for node in (right, fast))
-    told = right.stderr + fast.stderr
-    assert "s ahead of that of this node" in told or "s behind that of this node" in told
-
-
-@long
-def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> None:
-    job = Job(stack, tmp_path, "1:2")
-    node = job.node()
-    node.until_step(2)
-    other = Job(stack, tmp_path, "3", endpoint=job.endpoint).node()
-    assert other.wait(PATIENCE) != 0
-    assert "in use by another job (--nnodes=1:2" in other.stderr.splitlines()[-1]
-    assert "Traceback" not in other.stderr
-    job.finish(node)
-
-
-@long
-def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
-    """Two scripts that both leave it out would otherwise be one job."""
-    jobs = [
-        Job(stack, tmp_path / name, "1:2", endpoint=endpoint)
-        for name, endpoint in zip("ab", [free_address()] * 2, strict=True)
-    ]
-    for job in jobs:
-        job.checkpoint.parent.mkdir()
-        job.options.remove("--rdzv-id=job")
-    first = jobs[0].node()
-    first.until_step(1, world=1)
-    other = jobs[1].node()
-    assert other.wait(PATIENCE) != 0
-    told = f"torchrun: the register at {jobs[0].endpoint} is shared: this node does not host it"
-    assert other.stderr.splitlines()[-1].startswith(told)
-    assert "Traceback" not in other.stderr
-    jobs[0].finish(first)
-    again = jobs[1].node()
-    again.until_step(1, world=1)
-    jobs[1].finish(again)
-
-
-@long
-def test_a_register_that_nobody_answers_for(stack: ExitStack, tmp_path: Path) -> None:
-    endpoint = free_address()
-    node = Job(stack, tmp_path, "2", endpoint=endpoint, conf={"is_host": "false", "join_timeout": 3}).node()
-    assert node.wait(PATIENCE) != 0
-    assert f"no register answers at {endpoint}" in node.stderr
-    assert "start it, or correct --rdzv-endpoint" in node.stderr
-
-
-@long
 def test_elastic_launch_gives_back_what_each_rank_returned(stack: ExitStack, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("elastic_launching.py")
+    script = Path(__file__).with_name("launching.py")
     process = stack.enter_context(JsonProcess(sys.executable, str(script), str(tmp_path / "checkpoint")))
     assert process.expect("returned", PATIENCE)["values"] == {"0": 3, "1": 3}
     assert process.wait() == 0, process.stderr

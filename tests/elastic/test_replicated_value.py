@@ -16,7 +16,6 @@ from averaging.elastic.rendezvous_state import (
     ReplicatedValue,
     Seal,
     Sealed,
-    clock_skew,
 )
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
@@ -254,13 +253,6 @@ async def test_clocks_that_differ_are_named_once(caplog: pytest.LogCaptureFixtur
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text for text in told if "node fast is about 20 s ahead of that of this node (a)" in text]
     assert sum("node fast" in text for text in told) == 1
-
-
-def test_how_far_clocks_differ() -> None:
-    assert clock_skew(sent=100.0, after=99.0, before=101.0) == 0.0
-    assert clock_skew(sent=121.0, after=99.0, before=101.0) == 20.0
-    assert clock_skew(sent=79.0, after=99.0, before=101.0) == -20.0
-    assert clock_skew(sent=1.0, after=None, before=101.0) == 0.0
 
 
 @given(st.binary(max_size=300), st.integers(0, 299), st.integers(1, 255))
