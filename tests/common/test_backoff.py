@@ -23,7 +23,3 @@ def test_each_delay_takes_one_random_factor_from_the_given_source() -> None:
     backoff, reference = Backoff(1.0, 4.0, random.Random(7), jitter=(0.5, 1.0)), random.Random(7)
     for delay in (1.0, 2.0, 4.0, 4.0):
         assert backoff.next_delay() == delay * reference.uniform(0.5, 1.0)
-
-
-def test_any_number_of_failures_has_a_delay() -> None:
-    assert backoff_delay(0.1, 5.0, 10**6) == 5.0

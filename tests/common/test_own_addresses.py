@@ -51,15 +51,11 @@ POD = "site-node-0-1", "site-node-0-1.site.default.svc.cluster.local"
     ("host", "names", "own"),
     [
         ("site-node-0-1", POD, True),
-        ("site-node-0-1.site", POD, True),
         ("Site-Node-0-1.site.default.svc.", POD, True),
         ("site-node-0-1.site.default.svc.cluster.local", POD, True),
         ("site-node-0-10.site", POD, False),
-        ("site-node-0-1.other", POD, False),
         ("site-node-0-1.site", (POD[0], POD[0]), False),
         ("site-node-0-1.site", (POD[1], POD[1]), True),
-        ("10.0.0.5", POD, False),
-        ("", POD, False),
     ],
 )
 def test_a_pod_knows_its_own_name_without_a_dns(host: str, names: tuple[str, str], own: bool) -> None:

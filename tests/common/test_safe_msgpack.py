@@ -140,15 +140,6 @@ def test_values_that_contain_themselves_and_text_with_surrogates_are_refused() -
             encode({"k": "\ud800"})
 
 
-@pytest.mark.parametrize(
-    "packed",
-    ["", "91", "c1", "c0c0", "a1ff", "81c0", "c705ff3132333435", "d4ff00", "d7ff" + "ff" * 8, "c70cff" + "7f" * 12],
-)
-def test_bytes_that_are_no_value_are_a_value_error(packed: str) -> None:
-    with pytest.raises(ValueError, match="."):
-        unpack(bytes.fromhex(packed))
-
-
 @given(values, st.booleans())
 def test_it_decodes_what_msgpack_decodes(value: Any, single: bool) -> None:
     packed = reference_pack(value, use_single_float=single)

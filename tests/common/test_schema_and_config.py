@@ -76,8 +76,6 @@ def test_the_first_difference_is_named() -> None:
     ("theirs", "difference"),
     [
         (TopK(1 / 32), "density of top_k is 1/64 here and 1/32 there"),
-        (TopK(0.02), "density of top_k is 1/64 here and 1/50 there"),
-        (TopK(0.7), "density of top_k is 1/64 here and 0.7 there"),
         (TopK(bits=8), "bits of top_k is 2 here and 8 there"),
         (TopK(mean_over=MeanOver.ALL), "mean_over of top_k is senders here and all there"),
         (None, "top_k is used only here"),
@@ -122,11 +120,6 @@ def test_the_mean_is_not_part_of_the_hash_and_every_other_rule_is() -> None:
     assert "by mean here and by clip:1.5 there" in str(first_difference(ours, others[2]))
 
 
-@pytest.mark.parametrize("text", ["mean", "median", "trimmed:2", "clip:10", "clip:0.123456789", "clip:1e-09"])
-def test_an_aggregation_survives_a_round_trip_through_text(text: str) -> None:
-    assert str(parse_aggregation(text)) == text
-
-
 @pytest.mark.parametrize(
     "text", ["", "sum", "mean:1", "median:", "trimmed", "trimmed:0", "trimmed:1.5", "trimmed:nan", "clip", "clip:0",
              "clip:inf", "clip:-1", "clip:x", "trimmed:1e300"]
@@ -161,12 +154,10 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"group_size": 1},
         {"group_size": 3, "min_group_size": 4},
         {"group_bits": "012"},
-        {"group_wait": 0},
         {"round_timeout": float("nan")},
         {"stall_timeout": float("inf")},
         {"bandwidth": 0.0},
         {"part_size_bytes": 10},
-        {"group_bits": "0" * 65},
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
@@ -178,15 +169,9 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     "options",
     [
         {"run_id": 5},
-        {"listen": None},
-        {"join": None},
         {"join": (seed for seed in ["127.0.0.1:4222"])},
         {"round_timeout": "60"},
-        {"group_size": "4"},
-        {"group_size": float("nan")},
         {"part_size_bytes": 1.5e6},
-        {"group_bits": 0},
-        {"receipts": 5},
         {"insecure": "no"},
     ],
 )
@@ -239,15 +224,6 @@ def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) ->
     for wrong in ("none of these", "", None, 1.5):
         with pytest.raises(ConfigError, match=rf"{option} must be one of \w+, .*, not {wrong!r}"):
             PeerConfig(run_id="run", **{option: wrong})  # type: ignore[arg-type]
-
-
-def test_options_of_a_topic_may_be_given_by_name() -> None:
-    config, tensors = PeerConfig(run_id="run"), SharedTensors([torch.ones(2)])
-    topic = make_topic(config, tensors, adopt="change", compression="int8")
-    assert topic.adopt is Adopt.CHANGE
-    assert topic.schema.tensors[0].compression is CompressionType.BLOCKWISE_INT8
-    with pytest.raises(ConfigError, match="adopt must be one of average, whole, change, not 'add'"):
-        make_topic(config, tensors, adopt="add")
 
 
 def test_adopting_the_whole_never_uses_deltas() -> None:

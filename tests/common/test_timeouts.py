@@ -29,12 +29,3 @@ async def test_the_body_ends_once_however_many_end_it() -> None:
     (limit,) = ended
     assert limit.expired()
     expire(limit)  # it has ended
-
-
-@pytest.mark.asyncio
-async def test_a_body_that_has_ended_in_time_is_left_as_it_is() -> None:
-    async with asyncio.timeout(None) as limit:
-        await asyncio.sleep(0)
-    expire(limit)
-    await asyncio.sleep(0)
-    assert not limit.expired()

@@ -67,42 +67,11 @@ def test_a_certificate_is_for_both_sides_and_for_its_hosts_only() -> None:
     assert key.public_key() == certificate.public_key()
 
 
-def test_an_authority_signs_peers_and_no_authorities() -> None:
-    authority = certificate_of(AUTHORITY)
-    constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
-    assert (constraints.ca, constraints.path_length) == (True, 0)
-    leaf = issue(AUTHORITY, "a", ["a"], NOW, 1)
-    assert not is_issued_by(certificate_of(issue(leaf, "b", ["b"], NOW, 1)), certificate_of(leaf))
-    assert not is_issued_by(certificate_of(leaf), certificate_of(make_authority("run", NOW, 10)))
-
-
 def test_no_certificate_outlives_its_authority() -> None:
     until = certificate_of(issue(AUTHORITY, "a", ["a"], NOW, 1000)).not_valid_after_utc
     assert until == certificate_of(AUTHORITY).not_valid_after_utc
     with pytest.raises(ConfigError, match="the authority expired on"):
         issue(AUTHORITY, "a", ["a"], NOW + datetime.timedelta(days=11), 1)
-
-
-@pytest.mark.parametrize("host", ["http://a", "a b", "", "ä.example.org", "a..b", "192.0.2.7:1"])
-def test_malformed_hosts_are_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="is not a host; give a name in ASCII"):
-        issue(AUTHORITY, "a", [host], NOW, 1)
-
-
-@pytest.mark.parametrize(
-    ("authority", "words"),
-    [
-        (Issued(b"", b""), "unreadable; restore the ca.pem and ca.key"),
-        (Issued(AUTHORITY.certificate, b"x"), "unreadable; restore the ca.pem and ca.key"),
-        (
-            Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key),
-            "does not match its certificate; restore the ca.pem and ca.key",
-        ),
-    ],
-)
-def test_an_authority_whose_files_do_not_match_is_refused(authority: Issued, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        issue(authority, "a", ["a"], NOW, 1)
 
 
 def test_the_commands_write_matching_files_and_print_the_next_step(directory: Path) -> None:
@@ -118,13 +87,9 @@ def test_the_commands_write_matching_files_and_print_the_next_step(directory: Pa
     assert "--mode client --join HOST:PORT --tls-ca ca/ca.pem --tls-cert ca/b.pem --tls-key ca/b.key" in told
     lifetime = read(directory, "b").certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=1.9) < lifetime < datetime.timedelta(days=2)
-    for name, host in (("c", "2001:db8::7"), ("d", "[2001:db8::7]")):
-        told = ca("issue", name, "--host", host).output
-        assert "--listen '[::]:4222' --advertise '[2001:db8::7]:4222' " in told  # quoted: some shells expand brackets
-    assert "--listen 0.0.0.0:4222 --advertise b:4222" in ca("issue", "e", "--host", "b").output
+    told = ca("issue", "c", "--host", "[2001:db8::7]").output
+    assert "--listen '[::]:4222' --advertise '[2001:db8::7]:4222' " in told  # quoted: some shells expand brackets
     assert "--advertise HOST:4222" in ca("issue", "f", "--host", "*.example.org").output
-    assert "--advertise f.org:4222" in ca("issue", "g", "--host", "*.example.org", "--host", "f.org").output
-    assert "averaging ca issue NAME --directory other --host HOST" in ca("init", "--directory", "other").output
 
 
 def test_nothing_is_replaced_without_force(directory: Path) -> None:
@@ -151,14 +116,9 @@ def test_nothing_is_replaced_without_force(directory: Path) -> None:
         (["issue", "a", "--host", "x", "--client-mode"], "or --client-mode"),
         (["issue", "ca", "--host", "x"], "; not 'ca'"),
         (["issue", "../a", "--host", "x"], "must consist of letters"),
-        (["issue", ".a", "--host", "x"], "must consist of letters"),
         (["issue", "a", "--host", "x:1"], "without a port"),
         (["issue", "a", "--host", "x", "--days", "1e-30"], "must be a finite number of days from 0.001 to 36500"),
-        *(
-            (["init", "--days", days], "must be a finite number of days from 0.001 to 36500")
-            for days in ("0", "nan", "1e9")
-        ),
-        (["init", "--days", "ten"], "not 'ten'"),
+        (["init", "--days", "nan"], "must be a finite number of days from 0.001 to 36500"),
         (["issue", "a", "--host", "x", "--directory", "none"], "averaging ca init --directory none"),
         (["init", "--name", ""], "must have 1 to 64 characters"),
     ],
@@ -174,13 +134,6 @@ def test_wrong_usage_writes_nothing(
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = ca("init", "--directory", tmp_path / "file" / "ca")
-    assert result.exit_code == 1
-    assert "cannot be written" in result.stderr
 
 
 def test_files_that_do_not_match_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
