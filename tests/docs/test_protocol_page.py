@@ -7,7 +7,6 @@ import math
 import operator
 import random
 import re
-from dataclasses import replace
 from hashlib import sha256, sha512
 from pathlib import Path
 
@@ -18,13 +17,9 @@ from msgspec import msgpack
 
 import averaging
 from averaging.allreduce.partition import partition, shares
-from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.membership import peer_hash
 from averaging.discovery.gossip.record import Ed25519Identity, RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
-from averaging.matchmaking import rules
-from averaging.peer import rounds, run_progress
-from averaging.protocol.contribution import MAX_STATED_GRACE
 from averaging.protocol.group import (
     MEAN,
     Aggregation,
@@ -34,10 +29,8 @@ from averaging.protocol.group import (
     Mode,
     ReplyForm,
     next_group_bits,
-    parse_aggregation,
 )
 from averaging.protocol.messages import CompressionType, Record, TopK
-from averaging.state import downloads as donors
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec
@@ -46,27 +39,11 @@ from averaging.transport.grpc.channel_options import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
 
-GOSSIP = GossipSettings()
-
 EXAMPLE = dict(re.findall(r"^([a-z_ ]+?) +(?:0x)?([0-9a-f]{16,})\b", PAGE, re.MULTILINE))
 """Examples of records and of a group id, by name."""
 
 SCHEMAS = re.findall(r"^(1\|\S+)\n([0-9a-f]{64})$", PAGE, re.MULTILINE)
 """Texts and their hashes."""
-
-
-@pytest.mark.parametrize(
-    ("key", "lifetime"),
-    [
-        ("{run_id}.0b{bits}", f"after {rounds.OVER_LIFETIME:g} s at most"),
-        ("{run_id}.all_averagers", f"| {donors.LIFETIME:g} s"),
-        ("{run_id}.peers", f"| {GOSSIP.peer_lifetime:g} s, renewed every {GOSSIP.peer_refresh:g} s"),
-        ("{run_id}.progress", f"| {run_progress.LIFETIME:g} s, renewed every {run_progress.REFRESH:g} s"),
-    ],
-)
-def test_the_records_of_the_page_live_as_long_as_ours(key: str, lifetime: str) -> None:
-    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `{key}` |")]
-    assert row.endswith(f"{lifetime} |")
 
 
 def test_the_record_of_the_page() -> None:
@@ -89,18 +66,6 @@ def test_the_record_of_the_page() -> None:
     assert table.state_hash == entry_hash(number, version)
 
 
-def test_the_in_group_record_and_the_quorum_of_the_page() -> None:
-    packed, when = re.findall(r"`([0-9a-f]{38})` for ([0-9.]+)\.", PAGE)[0]
-    assert rules.pack_in_group(float(when)).hex() == packed
-    assert rules.unpack_in_group(bytes.fromhex(packed)) == float(when)
-    assert not rules.unpack_looking(bytes.fromhex(packed))  # to software without a quorum the search is over
-    assert f"seconds (0 to {MAX_STATED_GRACE:g})" in PAGE
-    assert f"Of more than {rounds.MAX_OVER_RECORDS}\n" in PAGE
-    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": list(rules.Quorum(2, 0.5).stated)})
-    assert rules.stated_quorum([member]) == rules.Quorum(2, 0.5)
-    assert not rules.counts_for_quorum(replace(member, user={"holds": False}))
-
-
 @pytest.mark.parametrize(
     ("reply", "aggregation", "topic"),
     [(ReplyForm.AVERAGE, MEAN, ""), (ReplyForm.DELTA, Aggregation(AggregationKind.CLIP, 0.5), "gradients")],
@@ -118,14 +83,6 @@ def test_the_hash_of_the_page_for_a_schema_with_top_k() -> None:
     tensors = (TensorSpec("", "float32", (64, 128), CompressionType.TOP_K), TensorSpec("", "float32", ()))
     schema = Schema(tensors, 1 << 20, topic="changes", sparse=TopK(1 / 64, 2))
     assert schema.hash.hex() == SCHEMAS[-1][1]
-
-
-def test_the_rules_of_the_page_in_a_schema_s_text() -> None:
-    rules = re.findall(r"`(median|(?:trimmed|clip):[0-9][^`]*)`", PAGE)
-    assert len(rules) >= 7
-    assert [str(parse_aggregation(rule)) for rule in rules] == rules
-    spellings = ("10.0", "1e-4", "0.00001", "10000000000000000")
-    assert {str(parse_aggregation(f"clip:{tau}")) for tau in spellings} < set(rules)
 
 
 def draw(words: random.Random, below: int) -> int:

@@ -1,11 +1,11 @@
-"""Each failure of docs/operate/troubleshooting.md is provoked; its error says what the page says."""
+"""Failed joins and searches of docs/operate/troubleshooting.md are provoked; the error says what the page says."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from averaging.discovery.base import Diagnosis, KnownPeer
-from averaging.errors import AveragingError, JoinError
+from averaging.errors import JoinError
 from averaging.matchmaking.search_state import explain_absence
 from averaging.peer import PeerContext
 from averaging.security.ca import issue, make_authority
 from tests.support.certificates import NOW, stored, write
 from tests.support.pages import ROOT
 from tests.support.peers import enter
-from tests.support.ports import free_address
 
 PAGE = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
 ENTRIES = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \| [^|]+ \| [^|]+ \|$", PAGE, re.MULTILINE))
@@ -101,46 +100,6 @@ async def test_a_join_fails_as_the_page_says(entry: str, tmp_path: Path) -> None
     assert agree(ENTRIES[entry], str(raised.value)), raised.value
 
 
-@asynccontextmanager
-async def failing(tmp_path: Path, entry: str) -> AsyncGenerator[dict[str, Any], None]:
-    """Options with which a peer does not join or start."""
-    own = free_address()
-    async with AsyncExitStack() as stack:
-        match entry:
-            case "Nobody answers":
-                yield {"join": [own], "join_timeout": 1.0}
-            case "The peer joins itself":
-                yield {
-                    "listen": own,
-                    "join": [own.replace("127.0.0.1", "localhost"), "127.0.0.1:9"],
-                    "join_timeout": 1.0,
-                }
-            case "The port is taken":
-                yield {"listen": (await enter(stack, {"w": torch.zeros(1)})).endpoint}
-            case "Other machines can connect without TLS":
-                yield {"listen": "0.0.0.0:0", "advertise": own}
-            case _:
-                yield write(tmp_path, "b.example.org")
-
-
-ALONE = [
-    "Nobody answers",
-    "The peer joins itself",
-    "The port is taken",
-    "Other machines can connect without TLS",
-    "The own certificate does not name the own host",
-]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("entry", ALONE)
-async def test_a_peer_does_not_start_as_the_page_says(entry: str, tmp_path: Path) -> None:
-    async with failing(tmp_path, entry) as options, AsyncExitStack() as stack:
-        with pytest.raises(AveragingError) as raised:
-            await enter(stack, {"w": torch.zeros(1)}, **options)
-    assert agree(ENTRIES[entry], str(raised.value)), raised.value
-
-
 OTHER = "127.0.0.1:4222"
 
 DIAGNOSES = {
@@ -156,6 +115,5 @@ def test_a_search_ends_without_a_group_as_the_page_says(entry: str) -> None:
     assert agree(ENTRIES[entry], explain_absence("run.0b", DIAGNOSES[entry]))
 
 
-def test_every_entry_is_provoked_and_has_message_cause_and_remedy() -> None:
-    assert set(ENTRIES) == {*JOINS, *ALONE, *DIAGNOSES}
+def test_every_entry_has_message_cause_and_remedy() -> None:
     assert PAGE.count("\n| ") == len(ENTRIES) + PAGE.count("\n| what |")

@@ -56,11 +56,6 @@ def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(
         assert len(batch) == 1 or all(each.asked.seed is None for each in batch)
 
 
-def test_all_that_are_alike_go_together() -> None:
-    waiting = [job() for _ in range(5)]
-    assert next_batch(waiting, "", 4, 40) == waiting[:4]
-
-
 @pytest.mark.parametrize(("last", "first"), [("", 0), ("a", 2), ("b", 0), ("ab", 0)])
 def test_networks_take_turns(last: str, first: int) -> None:
     waiting = [job(seed=1, network=network) for network in "aab"]

@@ -290,15 +290,10 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": "n"}, 404, "model"),
     ({"max_tokens": 63}, 400, "max_tokens"),
     ({"n": 17}, 400, "n"),
-    ({"prompt": ["a"] * 17}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": [[]]}, 400, "prompt"),
     ({"prompt": [1, "a"]}, 400, "prompt"),
-    ({"prompt": [128]}, 400, "prompt"),
     ({"prompt": "a" * 64}, 400, "max_tokens"),
     ({"top_p": 0}, 400, None),
-    ({"logprobs": 2}, 400, None),
-    ({"stop": ""}, 400, None),
     ({"presence_penalty": 0.5}, 400, None),
     ({"surprise": 1}, 400, None),
     ({"seed": 1 << 70}, 400, None),
@@ -321,12 +316,10 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai(monkeypatch: 
         assert (await client.post("/v1/completions", content=deep)).status_code == 400
         chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
         wrong: list[dict[str, Any]] = [
-            {"messages": []},
             {"messages": [{"content": "a"}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
             {"tools": [{"type": "function"}]},
-            {"top_logprobs": 2},
             {"chat_template_kwargs": {"a": ["b"]}},
         ]
         for more in wrong:

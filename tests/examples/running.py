@@ -25,16 +25,12 @@ class Example:
     Args:
         arguments: of the interpreter.
         limit: seconds after which it is killed.
-        background: starts it as a shell script starts `command &`.
     """
 
-    def __init__(self, *arguments: str, limit: float = DEADLINE, background: bool = False) -> None:
+    def __init__(self, *arguments: str, limit: float = DEADLINE) -> None:
         self._name = uuid.uuid4().hex
-        command = [sys.executable, *arguments]
-        if background:
-            command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

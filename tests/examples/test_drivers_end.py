@@ -44,15 +44,12 @@ main()
 """
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_children_and_orphans_of_children_end_with_the_driver(number: signal.Signals, background: bool) -> None:
-    with Example("-c", SYNTHETIC, "waits", background=background) as driver:
+def test_children_and_orphans_of_children_end_with_the_driver(number: signal.Signals) -> None:
+    with Example("-c", SYNTHETIC, "waits") as driver:
         driver.read_until("started")
         others = driver.others()
         assert len(others) >= 3
-        if background and number == signal.SIGINT:
-            number = signal.SIGTERM  # it ignores the other
         driver.process.send_signal(number)
         driver.end(CODES[number])
         _, left = psutil.wait_procs(others, timeout=DEADLINE)

@@ -20,12 +20,6 @@ def files(directory: Path) -> dict[str, str]:
     return {one.name: one.read_text() for one in directory.iterdir()}
 
 
-def test_plots_of_earlier_runs_get_numbers(tmp_path: Path) -> None:
-    for text in ("first", "second", "third"):
-        drawn(text, tmp_path / "plot.png")
-    assert files(tmp_path) == {"plot.png": "third", "plot-1.png": "first", "plot-2.png": "second"}
-
-
 def test_the_earlier_plot_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     drawn("first", tmp_path / "plot.png")
 

@@ -141,13 +141,6 @@ class TwoSites:
                 dropped = ("icmp type destination-unreachable drop", "icmpv6 type packet-too-big drop")
                 self.rules(place, "filter hook output priority 0", *dropped)
 
-    def forget_after(self, seconds: int) -> None:
-        """Gateway a forgets a connection that was idle for so long, and drops what belongs to none silently."""
-        settings = {"tcp_timeout_established": seconds, "tcp_loose": 0}
-        rule = "ct state invalid drop"
-        self.rules("gateway-a", "filter hook forward priority 0", rule)
-        self.sysctl("gateway-a", {f"net.netfilter.nf_conntrack_{key}": value for key, value in settings.items()})
-
     def slow(self, mbit: float) -> None:
         """The link between the gateways carries `mbit` Mbit/s in each direction."""
         shape = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", "72000b", "limit", "150000b")

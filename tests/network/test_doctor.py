@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from averaging.security.ca import issue, make_authority
 from tests.network.namespaces import NAMES, TwoSites
-from tests.support.certificates import NOW, stored, write
+from tests.support.certificates import write
 from tests.support.processes import JsonProcess
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]  # most wait for what does not arrive
@@ -55,48 +53,18 @@ class TwoPeers:
 
     def __init__(self, sites: TwoSites, folder: Path) -> None:
         self.sites, self._folder = sites, folder
-        self._token("token", "right-token-0123456789")
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text("right-token-0123456789")
         save_file({"w": torch.ones(1000)}, folder / "w.safetensors")
 
-    def start(
-        self,
-        *options: str,
-        certified: str = NAMES["b"],
-        files: dict[str, Path] | None = None,
-        ahead: float = 0.0,
-        listen: str = "0.0.0.0",
-    ) -> JsonProcess:
-        """Starts the peer at b.
-
-        Args:
-            options: Further ones.
-            certified: The host of its certificate, at which it says that it is.
-            files: Its certificate, if that is another one.
-            ahead: How many seconds its clock is ahead.
-            listen: Address to listen on.
-        """
-        files = files or write(self._folder / "b", certified)
+    def start(self, listen: str = "0.0.0.0") -> JsonProcess:
+        """Starts the peer at b."""
         process = self.sites.start(
-            *(
-                "b",
-                "python",
-                "-m",
-                "tests.network.clock_apart",
-                str(ahead),
-                "peer",
-                str(self._folder / "w.safetensors"),
-            ),
-            *("--run-id", "run", "--listen", f"{listen}:{PORT}", "--advertise", f"{certified}:{PORT}"),
-            *(
-                "--direct-listen",
-                f"{listen}:{DIRECT}",
-                "--serve",
-                "--json",
-                "--token-file",
-                str(self._folder / "token"),
-            ),
-            *_flags(files),
-            *options,
+            *("b", "python", "-m", "averaging", "peer", str(self._folder / "w.safetensors"), "--run-id", "run"),
+            *("--listen", f"{listen}:{PORT}", "--advertise", f"{NAMES['b']}:{PORT}"),
+            *("--direct-listen", f"{listen}:{DIRECT}", "--serve", "--json"),
+            *("--token-file", str(self._folder / "token"), *_flags(write(self._folder / "b", NAMES["b"]))),
         )
         process.expect("ready")
         return process
@@ -104,19 +72,14 @@ class TwoPeers:
     def examine(
         self,
         *options: str,
-        join: str = PEER,
-        run_id: str = "run",
-        token: str = "right-token-0123456789",
         advertise: str = NAMES["a"],
         listen: str = "0.0.0.0",
     ) -> Report:
         """Runs the doctor at a."""
-        self._token("own-token", token)
         done = self.sites.run(
-            *("a", "python", "-m", "averaging", "doctor", "--run-id", run_id, "--join", join, "--json"),
+            *("a", "python", "-m", "averaging", "doctor", "--run-id", "run", "--join", PEER, "--json"),
             *("--listen", f"{listen}:{PORT}", "--advertise", f"{advertise}:{PORT}"),
-            *("--token-file", str(self._folder / "own-token")),
-            *_flags(write(self._folder / "a", advertise)),
+            *("--token-file", str(self._folder / "token"), *_flags(write(self._folder / "a", advertise))),
             *options,
             timeout=100.0,
         )
@@ -125,11 +88,6 @@ class TwoPeers:
         report = Report(done.returncode, [event for event in events if event["event"] == "finding"])
         assert report.code == bool(report.failures)
         return report
-
-    def _token(self, name: str, content: str) -> None:
-        path = self._folder / name
-        path.touch(mode=0o600)
-        path.write_text(content)
 
 
 def _flags(files: dict[str, Path]) -> list[str]:
@@ -208,53 +166,3 @@ def test_ipv6_only(peers_of_ipv6: TwoPeers) -> None:
     assert "fd18:2::2" in report.text("tcp")
     checks = ("call-back", "bandwidth")
     assert {check: report.severity(check) for check in checks} == dict.fromkeys(checks, "ok")
-
-
-def test_a_certificate_for_another_name(peers: TwoPeers) -> None:
-    peers.start(certified="other.site")
-    report = peers.examine("--deep")
-    assert report.failures == {"tls"}
-    assert f"not valid for '{NAMES['b']}'" in report.text("tls")
-
-
-def test_an_unknown_name(peers: TwoPeers) -> None:
-    report = peers.examine(join=f"nobody.invalid:{PORT}")
-    assert report.failures == {"addresses"}
-    assert "nobody.invalid is an unknown host" in report.text("addresses")
-
-
-def test_clocks_that_are_apart(peers: TwoPeers) -> None:
-    peers.start(ahead=12.0)
-    report = peers.examine()
-    assert report.failures == {"clock-difference"}
-    told = report.text("clock-difference")
-    assert "ahead of this one" in told
-    assert 11_900 < float(told.split(" ms")[0].rsplit(" ", 1)[1]) < 12_100
-    assert "NTP" in told
-
-
-def test_an_expired_certificate(peers: TwoPeers, tmp_path: Path) -> None:
-    """The peer has started before; its clock is set back, since it would not start otherwise."""
-    begun = NOW - datetime.timedelta(days=3)
-    root = make_authority("old", begun, 10)
-    files = stored(tmp_path / "old", root, issue(root, "peer", [NAMES["b"]], begun, 1))
-    peers.start(files=files, ahead=-2.5 * 86400)
-    report = peers.examine("--tls-ca", str(files["tls_ca"]))
-    assert "tls" in report.failures
-    assert "expired" in report.text("tls")
-    assert "averaging ca issue" in report.text("tls")
-
-
-def test_a_wrong_token(peers: TwoPeers) -> None:
-    peers.start()
-    report = peers.examine("--deep", token="wrong-token-0123456789")
-    assert report.failures == {"call"}
-    assert "does not accept this peer's token" in report.text("call")
-
-
-def test_another_run(peers: TwoPeers) -> None:
-    peers.start()
-    report = peers.examine(run_id="other")
-    assert "run" in report.failures
-    assert "'run'" in report.text("run")
-    assert "'other'" in report.text("run")

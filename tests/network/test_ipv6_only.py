@@ -150,15 +150,6 @@ def test_a_weight_sync_group(sites: TwoSites) -> None:
     ended(trainer, "done")
 
 
-def test_a_weight_sync_group_on_loopback(sites: TwoSites) -> None:
-    trainer = sites.start("a", *PART, "send", "")
-    meets = trainer.expect("meets", SLOW)
-    assert meets["address"] == "::1"
-    explorer = sites.start("a", *PART, "receive", "::1", str(meets["port"]), json.dumps(meets["meta"]))
-    ended(explorer, "received")
-    ended(trainer, "done")
-
-
 def test_a_feed(sites: TwoSites, tmp_path: Path) -> None:
     options = ("--listen", f"[{A}]:8000", "--insecure", "--json", "--store", str(tmp_path / "feed.sqlite"))
     server = sites.start("a", *CLI, "feed", *options)

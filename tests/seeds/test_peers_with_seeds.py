@@ -84,31 +84,6 @@ async def test_a_peer_that_is_alone_reads_its_file_again(tmp_path: Path, monkeyp
 
 
 @pytest.mark.asyncio
-async def test_a_file_that_is_written_while_a_peer_joins_is_read(tmp_path: Path) -> None:
-    path, told = tmp_path / "seeds", asyncio.Event()
-    async with AsyncExitStack() as stack:
-        founder = await enter(stack, tensors())
-
-        def write_it(found: FoundSeeds) -> None:
-            if found.failure:
-                path.write_text(founder.endpoint)
-            told.set()
-
-        peer = await enter(stack, tensors(), join=[f"file:{path}"], context=PeerContext(on_found=write_it))
-        assert told.is_set()
-        assert founder.endpoint in peer.peers
-
-
-@pytest.mark.asyncio
-async def test_a_source_that_never_answers_ends_the_join_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(JoinError, match=r"cannot be read.*check the name of the file") as caught:
-        async with Peer(tensors(), run_id="run", join=[f"file:{tmp_path / 'none'}"], join_timeout=0.5):
-            pass
-    assert list(caught.value.reasons) == [f"file:{tmp_path / 'none'}"]
-    assert not caught.value.refused
-
-
-@pytest.mark.asyncio
 async def test_an_address_that_a_file_names_no_longer_is_not_waited_for(tmp_path: Path) -> None:
     """A peer that was killed is in the file still, until its owner removes it: then this peer starts a run."""
     path, dead = tmp_path / "seeds", free_address()

@@ -115,27 +115,6 @@ def test_only_layers_that_have_changed_are_loaded_again(worker: Any, vllm_config
     assert_serves(worker, vllm_config, trainer)
 
 
-def test_a_version_with_the_same_weights_loads_nothing(worker: Any, vllm_config: Any, trainer: Trainer) -> None:
-    trainer.publish(1)
-    update(worker, 1)
-    trainer.publish(2)
-    with loaded_names(worker) as names:
-        update(worker, 2)
-    assert names == []
-    assert worker.weight_transfer_engine.version == 2
-    assert_serves(worker, vllm_config, trainer)
-
-
-def test_the_newest_version_is_loaded_if_none_is_named(worker: Any, vllm_config: Any, trainer: Trainer) -> None:
-    trainer.publish(1)
-    update(worker, None)
-    trainer.change()
-    trainer.publish(7)
-    update(worker, None)
-    assert worker.weight_transfer_engine.version == 7
-    assert_serves(worker, vllm_config, trainer)
-
-
 def test_a_version_that_is_not_there_leaves_the_model_as_it_was(
     worker: Any, vllm_config: Any, trainer: Trainer
 ) -> None:
@@ -146,17 +125,6 @@ def test_a_version_that_is_not_there_leaves_the_model_as_it_was(
         worker.update_weights({"version": 5, "timeout": 0.2})
     assert worker.weight_transfer_engine.version == 1
     assert_serves(worker, vllm_config, trainer)
-
-
-def test_a_version_that_was_replaced_is_refused(worker: Any, trainer: Trainer) -> None:
-    trainer.publish(1)
-    trainer.change()
-    trainer.publish(2)
-    backend = worker.weight_transfer_engine
-    assert backend._thread.run(backend._receiver.wait_newer(1, 10.0))
-    worker.start_weight_update()
-    with pytest.raises(RuntimeError, match="version 1 has been replaced by version 2; ask for that one"):
-        worker.update_weights({"version": 1, "timeout": 10.0})
 
 
 def test_after_a_failure_everything_is_loaded_again(worker: Any, vllm_config: Any, trainer: Trainer) -> None:
@@ -204,8 +172,3 @@ def test_an_update_before_the_engine_follows_anybody_is_refused(vllm_config: Any
     worker.start_weight_update()
     with pytest.raises(RuntimeError, match="follows nobody yet; call /init_weight_transfer_engine with join first"):
         worker.update_weights({})
-
-
-def test_unknown_keys_are_refused_by_name(worker: Any) -> None:
-    with pytest.raises(ValueError, match="Invalid init_info.*'peers'"):
-        worker.init_weight_transfer_engine({"peers": ["127.0.0.1:1"]})
