@@ -11,38 +11,12 @@ import pytest
 
 from averaging.receipts import Account, Dropped, Outcome, Receipt
 from tests.endurance.judge import Judge, Recovery
-from tests.endurance.ledgers import GroupLedger, Growth, MeanLedger, SampleLedger, interval_of
-from tests.endurance.plan import REST_SECONDS, FaultKind, Strike, Target, draw
+from tests.endurance.ledgers import GroupLedger, Growth, MeanLedger, SampleLedger
+from tests.endurance.plan import FaultKind, Strike
 
 LIFE = 1_000_000
 
 NAMES = ("a:1", "b:1", "c:1")
-
-KINDS = frozenset(FaultKind)
-TARGETS = [
-    *(Target(f"p{number}", "peers", KINDS) for number in range(6)),
-    Target("s0", "sites", frozenset({FaultKind.KILL, FaultKind.STOP})),
-]
-
-
-def test_a_seed_draws_the_same_faults_and_every_kind_lasts_as_long_as_it_may() -> None:
-    strikes = draw(1, 7200, TARGETS, 6.0)
-    assert strikes == draw(1, 7200, TARGETS, 6.0) != draw(2, 7200, TARGETS, 6.0)
-    assert {strike.kind for strike in strikes} == KINDS
-    assert 500 < len(strikes) < 1300
-    stops = [strike.seconds for strike in strikes if strike.kind is FaultKind.STOP]
-    assert 3 <= min(stops) < max(stops) <= 60
-    assert {strike.detail for strike in strikes if strike.kind is FaultKind.CLOCK} == {-20.0, 20.0}
-    assert draw(1, 600, [Target("p0", "peers", frozenset())], 6.0) == []
-
-
-def test_no_victim_is_hit_twice_at_once_and_most_of_a_plane_is_well() -> None:
-    strikes = draw(3, 7200, TARGETS, 2.0)
-    for strike in strikes:
-        hit = [each for each in strikes if each.at < strike.at < each.at + each.seconds + REST_SECONDS]
-        assert strike.victim not in {each.victim for each in hit}
-        peers = [each for each in hit if each.victim.startswith("p")]
-        assert len(peers) < 2 or not strike.victim.startswith("p")
 
 
 def receipt_of(
@@ -151,29 +125,6 @@ def test_samples_in_two_steps_of_one_history_are_found(reporters: Sequence[str] 
     run.step(GIVEN, reporters=reporters)
     run.step(AGAIN, group=2, before="state 1", reporters=reporters)
     assert any("of trainer 1 are in two steps" in text for text in run.end())
-
-
-def test_samples_in_two_histories_are_no_violation() -> None:
-    """The peer was in a group that others did not follow, and trained them again in the history that counts."""
-    run = Steps()
-    run.step(GIVEN)
-    run.step(AGAIN, group=2)
-    assert run.end() == []
-
-
-def test_a_step_made_alone_holds_the_own_samples() -> None:
-    run = Steps()
-    report = {"first": 10, "last": 13, "before": "start", "after": "alone"}
-    rows = [[1.0, 11.5], [0.0, 0.0], [0.0, 0.0]]
-    assert list(run.ledger.note("a:1", 0, report | {"copies": [rows]}, None, 0.0)) == []
-    wrong = list(run.ledger.note("a:1", 0, report | {"copies": [rows[::-1]], "after": "again"}, None, 0.0))
-    assert "made a step alone" in wrong[0]
-
-
-def test_samples_are_read_from_an_average() -> None:
-    numbers = range(LIFE + 40, LIFE + 44)
-    assert interval_of([4 / 24, sum(numbers) / 24], 4, [12, 24], None) == (LIFE + 40, LIFE + 43)
-    assert interval_of([4 / 24, sum(numbers) / 24], 8, [24], None) is None
 
 
 @pytest.mark.parametrize(

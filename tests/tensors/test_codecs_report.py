@@ -7,19 +7,9 @@ import pytest
 from averaging.protocol import TopK
 from benchmarks.codecs import (
     SPARSE_HEADER,
-    link_speeds,
     sparse_rows,
     sparse_speeds,
 )
-
-
-def test_a_code_pays_up_to_where_it_takes_as_long_as_it_saves() -> None:
-    serial, overlapped = link_speeds(4.0, 12.0, 1)
-    assert serial == pytest.approx(0.75 * 3.0)
-    assert overlapped == 4.0
-    # a GB of float32 on that link: sent whole, or packed, sent as a quarter and unpacked
-    assert 1 / serial == pytest.approx(1 / 4.0 + 0.25 / serial + 1 / 12.0)
-    assert link_speeds(4.0, 12.0, 4) == (0.0, 0.0)
 
 
 def test_the_speeds_of_top_k_are_measured_and_shown() -> None:

@@ -129,34 +129,12 @@ def test_none_shares_the_memory_it_keeps_alive() -> None:
     assert sys.getrefcount(buffer) == references
 
 
-@pytest.mark.parametrize("code", LOSSY)
-def test_lossy_results_are_new_tensors(code: CompressionType) -> None:
-    wire = encode(torch.randn(2000, generator=torch.Generator().manual_seed(3)), code)
-    copy = bytes(bytearray(wire.buffer))
-    decode(wire).fill_(7.0)
-    assert wire.buffer == copy
-
-
 def test_integers_are_refused() -> None:
     for code in CODES:
         with pytest.raises(TensorError):
             encode(torch.zeros(3, dtype=torch.int32), code)
         with pytest.raises(TensorError):
             codec_of(code, torch.int64)
-
-
-def test_bytes_per_element() -> None:
-    sizes = {dtype: codec_of(CompressionType.NONE, dtype).bytes_per_element for dtype in AVERAGED_DTYPES.values()}
-    assert sizes == {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
-    for dtype in AVERAGED_DTYPES.values():
-        assert {code: codec_of(code, dtype).bytes_per_element for code in LOSSY} == {
-            CompressionType.MEANSTD_16BIT: 2,
-            CompressionType.FLOAT16: 2,
-            CompressionType.QUANTILE_8BIT: 1,
-            CompressionType.UNIFORM_8BIT: 1,
-            CompressionType.BFLOAT16: 2,
-            CompressionType.BLOCKWISE_INT8: 1,
-        }
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -305,13 +283,10 @@ def test_decoder_accepts_any_bytes_of_the_right_length(data: st.DataObject) -> N
         (WireTensor(b"", (0,), "int64"), "float32"),
         (WireTensor(b"", (0,), "float32", CompressionType.FLOAT16), "clamped_float32"),
         (WireTensor(b"", (-1,), "float32"), "negative"),
-        (WireTensor(b"\0" * 16, (-2, -2), "float32"), "negative"),
         (WireTensor(b"", (2**32 - 1, 2**32 - 1), "float32"), "more than"),
-        (WireTensor(b"", (0, 2**32 - 1, 2**32 - 1), "float32"), "more than"),
         (WireTensor(b"", (2**32, 2**32), "float32"), "more than"),  # the product overflows 64 bits to 0
         (WireTensor(b"\0" * 4, (1,) * 65, "float32"), "dimensions"),
         (WireTensor(b"", (2**39,), "float32"), "takes"),
-        (WireTensor(b"", (2**39, 0), "compressed_float32", CompressionType.MEANSTD_16BIT), "takes"),
     ],
 )
 def test_refusals_give_the_reason(wire: WireTensor, reason: str) -> None:

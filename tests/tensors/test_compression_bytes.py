@@ -112,17 +112,3 @@ def test_golden_bytes(code: CompressionType, values: Array) -> None:
         chunks=0,
         requires_grad=False,
     )
-
-
-def test_golden_bytes_spelled_out() -> None:
-    assert encode(torch.tensor([1.0, -2.0, 1e9]), CompressionType.FLOAT16).buffer.hex() == "003c00c0ff7b"
-    assert encode(torch.tensor([1.0, -2.0]), CompressionType.NONE).buffer.hex() == "0000803f000000c0"
-    assert encode(torch.tensor([1.0, 3.0]), CompressionType.MEANSTD_16BIT).buffer.hex() == "00bc003c" + (
-        "00000040" + "0000803f"
-    )
-    assert encode(torch.tensor([1.0, -2.0]), CompressionType.BFLOAT16).buffer.hex() == "803f00c0"
-    assert encode(torch.tensor([1.0, -2.0, 0.0]), CompressionType.BLOCKWISE_INT8).buffer.hex() == "00000040" + "408100"
-    table = "00000000" * 128 + "0000e040" + "00000000" * 127
-    assert encode(torch.tensor([7.0, 7.0]), CompressionType.UNIFORM_8BIT).buffer.hex() == table + "8080"
-    bfloat = encode(torch.tensor([1.0], dtype=torch.bfloat16), CompressionType.NONE)
-    assert (bfloat.buffer.hex(), bfloat.dtype) == ("803f", "bfloat16")

@@ -76,14 +76,3 @@ def test_lengths_around_the_pieces(count: int) -> None:
 @given(count=st.integers(0, 5000), seed=st.integers(0, 10**6), odd=st.sampled_from([0, 1, 9]))
 def test_any_length(count: int, seed: int, odd: int) -> None:
     check(numbers(count, seed, odd))
-
-
-@pytest.mark.parametrize("code", [CompressionType.BLOCKWISE_INT8, CompressionType.FLOAT16, CompressionType.BFLOAT16])
-def test_a_packed_tensor_keeps_its_memory_and_shares_none(code: CompressionType) -> None:
-    tensor = torch.randn(3000, generator=torch.Generator().manual_seed(1))
-    wire = encode(tensor, code)
-    before = bytes(wire.buffer)
-    tensor.zero_()
-    garbage = [encode(torch.full((3000,), 3.0), code) for _ in range(4)]
-    assert len(garbage) == 4
-    assert bytes(wire.buffer) == before

@@ -12,22 +12,13 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import WireTensor
 from averaging.tensors import (
-    AVERAGED_DTYPES,
-    DTYPES,
     STATE_DTYPES,
-    WEIGHT_DTYPES,
     TensorBuffer,
     TensorInfo,
     check_tensors,
     chunks_of,
-    dtype_name,
     view_memory,
 )
-
-
-def test_each_table_of_dtypes_adds_to_the_one_before() -> None:
-    assert AVERAGED_DTYPES.keys() < STATE_DTYPES.keys() < WEIGHT_DTYPES.keys() < DTYPES.keys()
-    assert all(dtype_name(dtype) == name for name, dtype in DTYPES.items())
 
 
 @given(st.binary(max_size=40), st.integers(1, 9))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from averaging.allreduce.part_forms import Part, Slice, forms_of
-from averaging.errors import RoundError, TensorError
+from averaging.errors import RoundError
 from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 
@@ -91,11 +91,6 @@ def test_writes_to_different_pieces_of_tied_tensors_are_all_kept() -> None:
     tensor = torch.arange(4.0)
     SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
     assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_an_empty_collection_is_refused() -> None:
-    with pytest.raises(TensorError, match="there are no tensors to average"):
-        SharedTensors({})
 
 
 def collections(action: Callable[[], object]) -> int:

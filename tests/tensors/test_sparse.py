@@ -19,7 +19,6 @@ from averaging.tensors import (
     SparseTensor,
     decode_top_k,
     decode_union,
-    encode,
     encode_union,
     top_k_nbytes,
 )
@@ -233,28 +232,6 @@ def test_quantised_values_are_means_of_their_bins(count: int, seed: int, bits: i
         assert held.min() <= table[bin] <= held.max()
 
 
-def test_few_values_lose_nothing() -> None:
-    values = numbers((300,), seed=8)
-    for bits, kept in ((2, 4), (4, 16), (8, 256)):
-        contribution = sparse(values, TopK(kept / 300, bits))
-        part = decode_top_k(contribution.wire(0, 300), 300, contribution.top_k)
-        assert torch.equal(part.values, values[part.indices])
-        assert len(part.indices) == kept
-
-
-def test_only_whole_blocks_can_be_cut_out() -> None:
-    contribution = sparse(numbers((130, 130)), TopK())
-    for start, stop in ((1, 4096), (0, 100), (0, 130 * 130 + 1), (-4096, 4096)):
-        with pytest.raises(ValueError, match="does not begin a block"):
-            contribution.wire(start, stop)
-
-
-def test_a_contribution_takes_14_bits_for_each_kept_value() -> None:
-    contribution = sparse(numbers((1024, 1024)), TopK())
-    sent = sum(len(contribution.wire(*cut).buffer) for cut in contribution.layout.cuts(1 << 19))
-    assert 8 * sent / 1024**2 == pytest.approx(0.21875, rel=0.002)
-
-
 # --- options --------------------------------------------------------------------------------------
 
 
@@ -262,12 +239,8 @@ def test_a_contribution_takes_14_bits_for_each_kept_value() -> None:
     ("options", "reason"),
     [
         ({"density": 0}, "density, .* must be above 0 and at most 1, not 0"),
-        ({"density": 1.01}, "density, .* not 1.01"),
         ({"density": math.nan}, "density, .* not nan"),
-        ({"density": "1/64"}, "density, .* not '1/64'"),
-        ({"density": True}, "density, .* not True"),
         ({"bits": 3}, "bits, .* must be 2, 4 or 8, not 3"),
-        ({"bits": None}, "bits, .* not None"),
         ({"mean_over": "some"}, "mean_over must be one of senders, all, not 'some'"),
     ],
 )
@@ -282,8 +255,3 @@ def test_options_by_name() -> None:
     assert [TopK(1 / 64).kept(size) for size in (1, 64, 96, 1000, 4096)] == [1, 1, 2, 16, 64]
     with pytest.raises(ConfigError, match="one of none, .*, top_k, not 'top_k_union'"):
         parse_compression("top_k_union")
-
-
-def test_it_does_not_encode_tensors_as_a_whole() -> None:
-    with pytest.raises(TensorError, match="TOP_K does not encode every element"):
-        encode(torch.zeros(3), CompressionType.TOP_K)

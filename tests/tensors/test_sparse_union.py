@@ -89,13 +89,6 @@ def test_the_mean_is_weighted_and_scaled(mean_over: MeanOver) -> None:
     assert mean.values.tolist() == [float(np.float32(expected[index])) for index in sorted(expected)]
 
 
-def test_zeros_are_sent_and_counted() -> None:
-    sent = SparsePart(8, torch.tensor([1, 5]), torch.tensor([0.0, 2.0]))
-    other = SparsePart(8, torch.tensor([5]), torch.tensor([-2.0]))
-    mean = combine([Contribution(sent, b""), Contribution(other, b"", scale=0.0)], MeanOver.SENDERS)
-    assert (mean.indices.tolist(), mean.values.tolist()) == ([1, 5], [0.0, 1.0])
-
-
 def test_huge_values_stay_finite() -> None:
     most = torch.finfo(torch.float32).max
     part = SparsePart(8, torch.tensor([1, 5]), torch.tensor([most, -most]))
@@ -129,15 +122,6 @@ def test_the_smallest_form_is_taken() -> None:
     assert form(8, 32, 1 / 100, alike=1.0) == INDICES_8BIT
     assert form(8, 8, 1 / 1024, alike=1.0) == INDICES_BFLOAT16
     assert form(8, 2, 1 / 10, alike=1.0) == BITMAP_BFLOAT16
-
-
-def test_a_contribution_that_came_alone_is_returned_as_it_is() -> None:
-    top_k = TopK()
-    given = contributions(1, 4, 4096, top_k)
-    reply = encode_union(given, 4096, top_k, residual=torch.ones(4 * 4096))
-    assert reply.loss is None
-    assert bytes(reply.wire.buffer).endswith(bytes(given[0].buffer))
-    assert torch.equal(reply.part.values, given[0].part.values)
 
 
 def test_a_residual_is_added_to_a_union_and_what_is_lost_comes_back() -> None:

@@ -16,7 +16,6 @@ from averaging.timing.deadlines import (
     Deadlines,
     FairClock,
     Phase,
-    interval_of,
     size_class,
 )
 
@@ -40,11 +39,6 @@ def test_a_deadline_is_within_bounds_and_leaves_room(seen: list[float], lower: f
     assert min(lower, upper) <= deadline.seconds <= upper
     room = max(3 * statistics.median(seen[-MAX_WAITS:]), 2 * seen[-1])
     assert deadline.seconds >= min(room, upper)
-
-
-@given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=7, max_size=MAX_WAITS))
-def test_with_typical_waits_a_deadline_is_a_few_times_as_long(usual: float, factors: list[float]) -> None:
-    assert of(after([usual * factor for factor in factors], 1e-3, 1e3)).seconds <= 6 * usual
 
 
 @given(st.floats(0, 1e4), st.integers(0, 6))
@@ -94,14 +88,6 @@ def test_a_guess_is_generous_and_within_bounds(
     assert guess >= min(upper, 2 * own[-1] if own else 0.0)
 
 
-def test_repeated_misses_of_one_peer_do_not_affect_other_peers() -> None:
-    learned = after([0.5] * 5)
-    for _ in range(5):
-        learned.record_miss("a:1", Phase.PART, 3, 10.0)
-    assert of(learned) == Deadline(10.0, "stall_timeout")
-    assert of(learned, "new:1").seconds == 4.0
-
-
 def test_a_missed_guess_is_doubled_and_then_learned_from() -> None:
     learned = after([0.5] * 5)
     seconds = []
@@ -129,16 +115,6 @@ def test_waits_in_rounds_of_another_size_are_scaled(size: int, expected: Deadlin
     for number in range(5):
         learned.record("slow:1", Phase.PART, size, 1.0, float(number))
     assert of(learned, size=size) == of(learned, "new:1", size=size) == Deadline(8.0, "2 × the longest of 1 peer")
-
-
-def test_the_nearest_size_is_used() -> None:
-    learned = after([0.5] * 5, upper=100.0)
-    for wait in [5.0] * 5:
-        learned.record("a:1", Phase.PART, 7, wait, 9.0)
-        learned.record("b:1", Phase.PART, 7, wait, 9.0)
-    assert of(learned, size=4) == Deadline(16.0, "8 × the longest of 1 peer in smaller rounds")
-    assert of(learned, size=5) == Deadline(40.0, "2 × the longest of 2 peers in larger rounds")
-    assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 peers in larger rounds")
 
 
 @pytest.mark.parametrize(("seen", "first"), [([1.0] * 5, 4.0), ([0.001] * 5, 1.0), ([], 1.0), ([30.0] * 5, 20.0)])
@@ -179,14 +155,6 @@ def test_unused_waits_expire() -> None:
     assert len(learned) == 1
 
 
-def test_what_is_learned_can_be_listed() -> None:
-    learned = after([0.5] * 5)
-    learned.record_miss("b:1", Phase.PART, 3, 5.0)
-    (one,) = learned.learned()
-    assert (one.endpoint, one.phase, one.size, one.waits, one.median) == ("a:1", Phase.PART, 3, 5, 0.5)
-    assert (one.deadline, one.basis) == (2.0, "4 × its median of 0.5 s")
-
-
 @given(st.integers(1, 1 << 50), st.integers(2, 1000))
 def test_a_size_class_spans_less_than_a_factor_of_four(nbytes: int, members: int) -> None:
     assert size_class(4 * nbytes, members) > size_class(nbytes, members)
@@ -207,14 +175,3 @@ def test_the_fair_clock_never_runs_backwards_or_faster_than_time(taken: list[tup
         assert after_tick == pytest.approx(fair + counted, abs=1e-6)
         assert ahead >= after_tick
         fair = after_tick
-
-
-@pytest.mark.parametrize(("shortest", "interval"), [(0.4, 0.05), (2.0, 0.25), (60.0, 0.25)])
-def test_the_clock_ticks_several_times_in_the_shortest_deadline(shortest: float, interval: float) -> None:
-    assert interval_of(shortest) == pytest.approx(interval)
-
-
-def test_a_stop_of_a_minute_counts_as_one_interval() -> None:
-    clock = FairClock(0.25, 0.0)
-    assert clock.tick(0.25) == 0.25
-    assert clock.tick(60.25) == 0.5
