@@ -69,51 +69,8 @@ def test_values_have_the_bytes_of_the_reference(value: Any) -> None:
     assert pack_user(to_ours(value)) == expected
 
 
-@pytest.mark.parametrize("edge", [0, *(2**bits for bits in (5, 7, 8, 15, 16, 31, 32, 63, 64))])
-def test_integers_around_each_edge_have_their_shortest_form(edge: int) -> None:
-    for value in (edge - 1, edge, edge + 1, -edge - 1, -edge, -edge + 1):
-        if -(2**63) <= value < 2**64:
-            assert pack(value) == reference_pack(value)
-        else:
-            with pytest.raises(OverflowError):
-                pack(value)
-
-
-class Level(enum.IntEnum):
-    HIGH = 300
-
-
 class Plain(enum.Enum):
     A = 1
-
-
-class Name(str):
-    __slots__ = ()
-
-
-KNOWN: list[tuple[object, str]] = [
-    (-0.0, "cb8000000000000000"),
-    (math.inf, "cb7ff0000000000000"),
-    (math.nan, "cb7ff8000000000000"),
-    (np.float64(0.5), "cb3fe0000000000000"),
-    (Level.HIGH, "cd012c"),
-    (Name("ab"), "a26162"),
-    ({Name("k"): Level.HIGH}, "81a16bcd012c"),
-    (bytearray(b"ab"), "c4026162"),
-    (memoryview(b"ab"), "c4026162"),
-    ([1, (2, [])], "9201920290"),
-    (torch.Size([2, 3]), "920203"),
-    ({"b": 1, "a": b"\x00"}, "82a16201a161c40100"),
-    (Ext(5, b"abc"), "c70305616263"),
-    (datetime.fromtimestamp(1, UTC), "d6ff00000001"),
-    (datetime.fromtimestamp(1.5, UTC), "d7ff7735940000000001"),
-    (datetime.fromtimestamp(-1, UTC), "c70cff00000000ffffffffffffffff"),
-]
-
-
-@pytest.mark.parametrize(("value", "expected"), KNOWN, ids=[expected[:20] for _, expected in KNOWN])
-def test_known_values_have_known_bytes(value: object, expected: str) -> None:
-    assert pack(value).hex() == pack_user(value).hex() == expected
 
 
 @pytest.mark.parametrize(

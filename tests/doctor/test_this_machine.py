@@ -189,21 +189,6 @@ async def test_certificates_are_checked_before_a_peer_uses_them(tmp_path: Path) 
     assert "expired on" in late.text
 
 
-@pytest.mark.asyncio
-async def test_the_mode_of_a_token_file(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("0123456789abcdef\n")
-    path.chmod(0o640)
-    open_to_others = await made("token-file", token_file=path)
-    assert open_to_others.severity is Severity.WARNING
-    assert "mode 640" in open_to_others.text
-    path.chmod(0o600)
-    assert (await made("token-file", token_file=path)).severity is Severity.OK
-    path.write_text("short\n")
-    assert (await made("token-file", token_file=path)).severity is Severity.FAILURE
-    assert (await made("token-file", token_file=tmp_path / "none")).severity is Severity.FAILURE
-
-
 @pytest.mark.parametrize(
     ("held", "free", "severity"), [(0, 1, "ok"), (140, 1000, "ok"), (140, 150, "warning"), (140, 139, "failure")]
 )

@@ -153,21 +153,6 @@ async def test_no_older_state_is_taken_however_long_a_node_was_away() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_node_that_was_away_takes_no_job_older_than_its_own() -> None:
-    place = Place()
-    await place.cell("a").write(b"earlier", None)
-    entry = await place.get(KEY)
-    assert entry is not None
-    place.restart()
-    place.now += 1
-    b = place.cell("b")
-    await b.write(b"own", None)
-    place.now += FORGOTTEN + 1
-    await place.overwrite(entry.value)
-    assert payload(await b.read()) == b"own"
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(40))
 async def test_all_nodes_agree_after_any_losses(seed: int) -> None:
     """The register loses everything, or goes back to an earlier state; versions never go back at a node."""

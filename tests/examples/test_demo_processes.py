@@ -44,15 +44,3 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     picture = (tmp_path / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
-
-
-@pytest.mark.long
-@pytest.mark.timeout(DEADLINE + 30)
-def test_a_process_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
-    with demo(46024, tmp_path) as running:
-        running.read_until("has found")
-        [third] = [each for each in running.others() if "--part=3" in each.cmdline()]
-        third.kill()
-        printed = running.end(1)
-        assert "peer 3 ended with exit code -9; the end of" in printed
-        assert running.others() == []

@@ -16,15 +16,11 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.data.dealing import DataRecord, Dealer, Division
-from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError, StateError, ViolationKind
-from averaging.matchmaking import rules
 from averaging.probe import CLOCK, DESCRIBE, DIAL_BACK, ECHO
-from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
-from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.protocol.group import Mode, pack_gather, unpack_gather
 from averaging.receipts import receipt_log
 from averaging.state.assembler import StateAssembler
-from averaging.state.downloads import unpack_priority
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import describe
 from averaging.transport import RpcMethod
@@ -125,53 +121,6 @@ def test_records_of_data(raw: list[bytes]) -> None:
         assert all(0 <= block < 16 for block in dealer.claims)
         assert dealer.done >> 16 == 0
         assert len(dealer.record.pack()) <= 1024
-
-
-@MANY
-@given(packed)
-def test_declarations(value: bytes) -> None:
-    unpack_priority(value)
-    rules.unpack_looking(value)
-    own = rules.Declaration(100.0, "peer:1")
-    rules.candidates(own, {"peer:2": Entry(value, 50.0)}, {}, 0.0)
-
-
-@MANY
-@given(
-    st.builds(
-        MessageFromLeader,
-        code=st.sampled_from(list(MessageCode)),
-        group_id=st.binary(max_size=21),
-        suggested_leader=st.sampled_from(ENDPOINTS),
-        ordered_group_endpoints=st.lists(st.sampled_from(ENDPOINTS), max_size=4).map(tuple),
-        gathered=st.lists(packed, max_size=4).map(tuple),
-    )
-)
-def test_groups(message: MessageFromLeader) -> None:
-    try:
-        group = rules.read_group(message, "peer:1", "peer:2", b"")
-    except ProtocolViolationError:
-        return
-    assert {"peer:1", "peer:2"} <= set(group.endpoints)
-
-
-@MANY
-@given(
-    st.builds(
-        JoinRequest,
-        endpoint=st.sampled_from(ENDPOINTS),
-        schema_hash=st.sampled_from([b"", b"hash", b"other"]),
-        expiration=st.floats(),
-        gather=packed,
-        client_mode=st.booleans(),
-    )
-)
-def test_requests_to_join(request: JoinRequest) -> None:
-    searching = rules.LeaderCandidate(Member("peer:1"), b"hash", 3, declared=5.0)
-    code, _ = rules.verdict(request, searching)
-    if code is MessageCode.ACCEPTED:
-        assert request.endpoint in ("peer:2", "peer:3", "client::1")
-        unpack_gather(request.endpoint, request.gather)
 
 
 ODD_JSON = st.one_of(st.none(), st.integers(), st.text(), st.lists(st.none()), st.just(10**400))

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, TensorError
 from averaging.protocol import CompressionType, MeanOver, TopK, parse_compression
@@ -22,8 +20,6 @@ from averaging.tensors import (
     encode_union,
     top_k_nbytes,
 )
-from averaging.tensors.sparse import quantise
-from tests.support.selection import examples
 from tests.tensors import dumb_top_k as dumb
 from tests.tensors.test_compression import torch_by_default
 
@@ -217,19 +213,6 @@ def test_non_finite_numbers_are_refused(shape: tuple[int, ...], wrong: float) ->
         broken.view(-1)[place] = wrong
         with pytest.raises(TensorError, match="NaN or infinity cannot be sent in top_k"):
             sparse(broken, TopK())
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(count=st.integers(0, 3000), seed=st.integers(0, 1000), bits=st.sampled_from([2, 4, 8]))
-def test_quantised_values_are_means_of_their_bins(count: int, seed: int, bits: int) -> None:
-    values = torch.from_numpy(np.random.default_rng(seed).standard_t(3, count).astype(np.float32))
-    table, codes = quantise(values, bits)
-    expected, numbers_of = dumb.quantised(values.numpy(), bits)
-    assert codes.tolist() == numbers_of
-    assert torch.equal(table, torch.from_numpy(expected))
-    for bin in set(codes.tolist()):
-        held = values[codes == bin]
-        assert held.min() <= table[bin] <= held.max()
 
 
 # --- options --------------------------------------------------------------------------------------

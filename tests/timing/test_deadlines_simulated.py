@@ -190,45 +190,12 @@ def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
     virtual_time.run(main())
 
 
-def test_no_member_is_dropped_over_narrow_links() -> None:
-    """A part takes nearly its whole deadline, and the answer to a ping, which queues behind it, nearly as long."""
-
-    async def main() -> None:
-        everybody = members(client=False)
-        deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
-        for number in range(USUAL):
-            simulation = Simulation(number, everybody, [(64,)], deadlines=deadlines)
-            for name, transport in simulation.transports.items():
-                simulation.slow_down(name, 0.9 * UPPER)
-                transport.get_schema = slowly(transport.get_schema, 0.6 * UPPER)  # type: ignore[method-assign,assignment]
-            await simulation.run()
-            assert not simulation.failures
-            assert all(not result.dropped for result in simulation.results.values())
-
-    virtual_time.run(main())
-
-
 def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[[str], Coroutine[Any, Any, Schema]]:
     async def asked(endpoint: str) -> Schema:
         await asyncio.sleep(seconds)
         return await ask(endpoint)
 
     return asked
-
-
-def test_a_reducer_of_a_small_shard_may_send_its_first_part_much_later_over_a_slow_link() -> None:
-    async def main() -> None:
-        everybody = [*(Member(name, bandwidth=100.0) for name in ("a:1", "b:1")), Member("slow:1", bandwidth=70.0)]
-        deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
-        for number in range(USUAL):
-            simulation = Simulation(number, everybody, [(32,), (1,)], deadlines=deadlines)
-            simulation.slow_down("slow:1", 0.4 * UPPER)
-            await simulation.run()
-            assert [account.share for account in simulation.results["a:1"].accounts][2] == pytest.approx(1 / 33)
-            assert not simulation.failures
-            assert all(not result.dropped for result in simulation.results.values())
-
-    virtual_time.run(main())
 
 
 def test_a_reducer_that_is_dead_in_the_first_round_is_dropped_after_the_longest_deadline() -> None:
@@ -246,33 +213,6 @@ def test_a_reducer_that_is_dead_in_the_first_round_is_dropped_after_the_longest_
     virtual_time.run(main())
 
 
-def test_a_live_reducer_that_never_replies_is_dropped_after_two_stall_timeouts() -> None:
-    """However long it takes to answer a ping."""
-
-    async def never(
-        first: AveragingData, messages: AsyncIterator[AveragingData]
-    ) -> AsyncGenerator[AveragingData, None]:
-        await asyncio.Event().wait()
-        yield AveragingData()
-
-    def prepare(simulation: Simulation) -> None:
-        simulation.rounds[VICTIM].aggregate_part = never  # type: ignore[method-assign]
-        for transport in simulation.transports.values():
-            transport.get_schema = slowly(transport.get_schema, 0.9)  # type: ignore[method-assign,assignment]
-
-    async def main() -> None:
-        rounds = Rounds(10)
-        rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
-        rounds.deadlines = {member.endpoint: Deadlines(LOWER, 3.0) for member in rounds.members}
-        results = await rounds.one(prepare, may_fail={VICTIM})
-        for name in ("peer:1", "peer:2", "peer:3"):
-            (lost,) = results[name].dropped
-            assert "deadline 6.0 s = 2 × stall_timeout" in lost.reason
-            assert lost.waited == pytest.approx(6.0, abs=LOWER)
-
-    virtual_time.run(main())
-
-
 @pytest.mark.parametrize("seed", rest_is_long(range(5)))
 def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
     async def main() -> None:
@@ -280,27 +220,6 @@ def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int
         await rounds.usual()
         rounds.latency = (0.6, 0.9)
         await rounds.usual()
-
-    virtual_time.run(main())
-
-
-def test_an_isolated_member_waits_twice_as_long() -> None:
-    """A member's own link is down briefly: the others may drop it, but it drops no other for silence."""
-
-    async def main() -> None:
-        rounds = Rounds(4)
-        await rounds.usual()
-
-        def prepare(simulation: Simulation) -> object:
-            async def hiccup(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-                simulation.network.freeze(VICTIM)
-                await asyncio.sleep(1.5 * LOWER)
-                simulation.network.thaw(VICTIM)
-
-            return hiccup
-
-        results = await rounds.one(prepare)
-        assert all(lost.code is not DropCode.SILENT for lost in results[VICTIM].dropped), results[VICTIM].dropped
 
     virtual_time.run(main())
 

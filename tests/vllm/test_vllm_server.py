@@ -178,35 +178,3 @@ def test_an_engine_stays_paused_after_a_failed_update(server: Server, vllm_confi
     assert f"{server.url} answered /update_weights with 500" in output + errors
     assert server.engine.calls[-1] == "finish"
     assert server.served_version() == "unknown: a part of 1"
-
-
-def test_a_server_without_the_routes_is_named_with_the_remedy(trainer: Trainer) -> None:
-    import http.server
-
-    other = http.server.HTTPServer(("127.0.0.1", 0), _NotFound)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
-    trainer.publish(1)
-    url = f"http://127.0.0.1:{other.server_address[1]}"
-    follow = Follow(trainer.server.endpoint, "--engine", f"vllm={url}", "--once")
-    output, errors = follow.process.communicate(timeout=60)
-    other.shutdown()
-    other.server_close()
-    assert follow.process.returncode == 1
-    assert "VLLM_SERVER_DEV_MODE=1" in output + errors
-
-
-def _not_found() -> Any:
-    import http.server
-
-    class NotFound(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_error(404)
-
-        def log_message(self, *arguments: object) -> None:
-            return
-
-    return NotFound
-
-
-_NotFound = _not_found()

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from averaging.errors import PeerUnreachableError, ProtocolViolationError
-from averaging.rpc import RpcChannel, RpcHandler, RpcServer
+from averaging.errors import ProtocolViolationError
+from averaging.rpc import RpcHandler, RpcServer
 from averaging.weights.layout import Shard, version_message
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.snapshot import begin_copy, seal
@@ -53,25 +53,3 @@ async def test_a_part_is_not_dialled_where_no_peer_can_be(endpoint: str) -> None
                 assert not await follower.wait_newer(None, None)
             assert isinstance(follower.failure, ProtocolViolationError)
             assert f"{endpoint} is not dialled" in str(follower.failure)
-
-
-async def dial(channel: RpcChannel) -> None:
-    async with channel:
-        async for _ in channel.stream(FOLLOW, wire.FollowRequest()):
-            pass
-
-
-@pytest.mark.asyncio
-async def test_a_part_is_dialled_on_loopback_only_if_its_publisher_is_there_or_the_user_has_named_it() -> None:
-    address = "127.0.0.1:1"
-    options = FollowerOptions(join=["192.0.2.1:1"], run_id="")
-    with pytest.raises(ProtocolViolationError, match="a loopback address"):
-        await dial(options.dial(address, loopback=False))
-    for allowed in (
-        options.dial(address, loopback=True),
-        replace(options, join=[address]).dial(address, loopback=False),
-    ):
-        with pytest.raises(PeerUnreachableError):
-            await dial(allowed)
-    with pytest.raises(ProtocolViolationError, match="link-local"):
-        await dial(options.dial("169.254.169.254:80", loopback=True))

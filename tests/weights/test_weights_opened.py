@@ -16,10 +16,9 @@ from averaging.common import pack
 from averaging.errors import ProtocolViolationError
 from averaging.rpc import RpcHandler, RpcServer
 from averaging.weights import publisher as publishing
-from averaging.weights.differences import Coding
 from averaging.weights.layout import PIECE_BYTES, WeightManifest, version_message
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
-from averaging.weights.snapshot import Incoming, OpenedVersion, begin_copy, seal
+from averaging.weights.snapshot import OpenedVersion, begin_copy, seal
 from averaging.weights.store import DESCRIBE, FETCH, FOLLOW
 from averaging.wire import weights_pb2 as wire
 from tests.weights.test_weights import LIMIT, follow, has, holds, state, stepped
@@ -91,30 +90,6 @@ def test_the_digests_are_those_of_the_plain_tensors() -> None:
     assert opened.finish().manifest.digest == reference_digest(plain)
 
 
-def test_a_piece_is_taken_only_with_its_digest_and_a_version_only_with_all() -> None:
-    whole = seal(begin_copy(state()), 1, None)
-    manifest = WeightManifest(1, whole.manifest.layout, (), opened=bytes(16))
-    incoming, digests = Incoming(manifest, None), whole.manifest.piece_digests
-    assert incoming.missing() == list(range(len(digests)))
-    with pytest.raises(ProtocolViolationError, match="digest is not known"):
-        incoming.add(0, Coding.RAW, whole.piece(0).tobytes())
-    incoming.learn(digests[:1])
-    with pytest.raises(ProtocolViolationError, match="does not match its digest"):
-        incoming.add(0, Coding.RAW, bytes(PIECE_BYTES))
-    assert not incoming.has(0)
-    incoming.learn(digests[1:])
-    for index in range(len(digests)):
-        incoming.add(index, Coding.RAW, whole.piece(index).tobytes())
-    assert not incoming.missing()
-    assert not incoming.complete
-    with pytest.raises(ProtocolViolationError, match="does not match its pieces"):
-        incoming.describe(bytes(32))
-    with pytest.raises(RuntimeError):
-        incoming.finish()
-    incoming.describe(whole.manifest.digest)
-    assert incoming.finish().manifest.digest == whole.manifest.digest
-
-
 class Scripted:
     """A publisher that announces a version and does what a test wants with its digests.
 
@@ -129,7 +104,6 @@ class Scripted:
         self.manifest = WeightManifest(1, self.whole.manifest.layout, (), opened=b"o" * 16)
         self.describe = asyncio.Event()
         self.digest = self.whole.manifest.digest
-        self.fetched = asyncio.Event()
         self._pause = pause
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
@@ -151,7 +125,6 @@ class Scripted:
 
     async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         for each in request.pieces:
-            self.fetched.set()
             for index in range(each.first, each.first + each.count):
                 yield wire.Reply(pieces=[wire.Piece(index=index, data=self.whole.piece(index).tobytes())])
 

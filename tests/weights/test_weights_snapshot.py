@@ -23,7 +23,6 @@ from averaging.weights.layout import (
     version_message,
 )
 from averaging.weights.snapshot import Incoming, WeightSnapshot, begin_copy, seal
-from averaging.wire import weights_pb2
 
 STATE = {
     "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),
@@ -77,15 +76,6 @@ def test_equal_pieces_are_received_once() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(incoming.finish().buffers, whole.buffers, strict=True))
 
 
-def test_a_tensor_that_moved_to_another_place_is_taken_from_the_base() -> None:
-    moved = torch.arange(PIECE_BYTES // 8)  # too large to be in one piece with others
-    old = seal(begin_copy({"a": torch.arange(10), "b": moved}), 1, None)
-    new = seal(begin_copy({"b": moved, "c": torch.ones(3)}), 2, None)
-    incoming = Incoming(new.manifest, old)
-    assert incoming.missing() == [1]
-    assert incoming.differs_from is None
-
-
 @pytest.mark.parametrize(
     ("index", "data", "match"),
     [(0, bytes(12), "'a'.*does not match its digest"), (0, bytes(11), "11 bytes"), (5, b"", "piece 5 of 1")],
@@ -106,12 +96,6 @@ def test_what_cannot_be_published_is_named() -> None:
     with pytest.raises(TensorError, match="'w' has no dense values"):
         begin_copy({"w": torch.zeros(2, 2).to_sparse()})
     assert [spec.name for spec in begin_copy({"w": torch.zeros(1), "extra": None}).layout.tensors] == ["w"]  # type: ignore[dict-item]
-
-
-def test_a_manifest_travels() -> None:
-    manifest = snapshot(7).manifest
-    assert read_version(version_message(manifest), 1 << 30) == manifest
-    assert read_version(weights_pb2.Version(), 1) is None
 
 
 def test_a_manifest_that_does_not_fit_together_is_refused() -> None:
