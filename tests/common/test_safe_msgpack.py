@@ -69,8 +69,32 @@ def test_values_have_the_bytes_of_the_reference(value: Any) -> None:
     assert pack_user(to_ours(value)) == expected
 
 
+class Level(enum.IntEnum):
+    HIGH = 300
+
+
+class Name(str):
+    __slots__ = ()
+
+
 class Plain(enum.Enum):
     A = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, "cb7ff8000000000000"),
+        (np.float64(0.5), "cb3fe0000000000000"),
+        ({Name("k"): Level.HIGH}, "81a16bcd012c"),
+        ([bytearray(b"a"), memoryview(b"b")], "92c40161c40162"),
+        (torch.Size([2, 3]), "920203"),
+        (Ext(5, b"abc"), "c70305616263"),
+        (datetime.fromtimestamp(-1, UTC), "c70cff00000000ffffffffffffffff"),
+    ],
+)
+def test_known_values_have_known_bytes(value: object, expected: str) -> None:
+    assert pack(value).hex() == pack_user(value).hex() == expected
 
 
 @pytest.mark.parametrize(

@@ -67,23 +67,6 @@ def payload(fenced: Fenced | None) -> bytes | None:
 
 
 @pytest.mark.asyncio
-async def test_states_follow_each_other_and_a_stale_one_loses() -> None:
-    place = Place()
-    a, b = place.cell("a"), place.cell("b")
-    assert await a.read() is None
-    first, done = await a.write(b"1", None)
-    assert done
-    assert payload(await b.read()) == b"1"
-    second, done = await b.write(b"2", first)
-    assert done
-    now, done = await a.write(b"lost", first)
-    assert (payload(now), done) == (b"2", False)
-    assert now is not None
-    assert second is not None
-    assert now.sealed.version == second.sealed.version == 2
-
-
-@pytest.mark.asyncio
 async def test_a_write_whose_answer_was_lost_is_recognised() -> None:
     place = Place()
     a = place.cell()
@@ -92,26 +75,6 @@ async def test_a_write_whose_answer_was_lost_is_recognised() -> None:
         await a.write(b"1", None)
     fenced, done = await a.write(b"1", None)
     assert (payload(fenced), done) == (b"1", True)
-
-
-@pytest.mark.asyncio
-async def test_the_newest_is_brought_back_to_a_register_that_lost_all() -> None:
-    place = Place()
-    a, b = place.cell("a"), place.cell("b")
-    first, _ = await a.write(b"1", None)
-    await b.read()
-    second, _ = await a.write(b"2", first)
-    place.restart()
-    assert payload(await b.read()) == b"1"  # all that this node has seen
-    assert payload(await a.read()) == b"2"
-    assert payload(await b.read()) == b"2"
-    place.restart()
-    fenced, done = await b.write(b"3", await b.read())
-    assert (payload(fenced), done) == (b"3", True)
-    assert payload(await a.read()) == b"3"
-    place.restart()
-    now, done = await a.write(b"4", second)  # with a token of the lost register
-    assert (payload(now), done) == (b"3", False)
 
 
 @pytest.mark.asyncio

@@ -40,24 +40,8 @@ def test_the_pieces_are_the_text_until_the_first_stop_string(text: str, stop: li
         assert not any(each in whole for each in stop)
 
 
-def test_a_character_of_several_tokens_comes_whole() -> None:
-    pieces, _ = pieces_of("aé€")
-    assert pieces == ["a", "", "é", "", "", "€", ""]
-
-
 def test_what_may_begin_a_stop_string_waits() -> None:
     pieces, stopped_by = pieces_of("x</b></a>y", ["</a>"])
     assert pieces[:6] == ["", "", "", "x", "<", "/"]
     assert "".join(pieces) == "x</b>"
     assert stopped_by == "</a>"
-
-
-def test_an_end_within_a_stop_string_or_a_character_loses_nothing() -> None:
-    assert "".join(pieces_of("x</", ["</a>"])[0]) == "x</"
-    writer = TokenText(decode)
-    assert writer.add(0xE2) == ""
-    assert writer.finish() == "\ufffd"
-
-
-def test_the_stop_string_is_left_out() -> None:
-    assert "".join(pieces_of("a END b", ["END"])[0]) == "a "

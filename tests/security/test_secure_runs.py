@@ -120,8 +120,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     # Who is refused for good does not wait for --join-timeout: with an hour it would not end before the test does.
     strangers = [
         *((start(*state, *options), 1, told) for options, told in [((), hung_up), *definite]),
-        *((start(*peer, "3600", *options), 2, told) for options, told in definite),
-        (start(*peer, "1"), 1, hung_up),
+        (start(*peer, "3600", *wrong), 2, definite[1][1]),
     ]
     for process, code, told in strangers:
         assert process.wait() == code, process.stderr
