@@ -21,7 +21,6 @@ async def examined(*seeds: str, run_known: bool = True, **options: Any) -> list[
 
 
 def about(findings: list[Finding], check: str, peer: str | None = None) -> list[Finding]:
-    """The findings of one check, of one peer if it is given."""
     return [each for each in findings if each.check == check and peer in (None, each.peer)]
 
 

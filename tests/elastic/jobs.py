@@ -47,7 +47,6 @@ class Node(JsonProcess):
                 return found
 
     def starts(self) -> list[tuple[int, int]]:
-        """World and restarts of each start of local rank 0."""
         return [(event["world"], event["restarts"]) for event in self.events("start") if event["LOCAL_RANK"] == 0]
 
 

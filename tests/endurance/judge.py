@@ -129,7 +129,6 @@ class Judge:
     _late_groups: bool = False
 
     def take(self, plane: str, who: str, rank: int, life: int, slot: int, event: Mapping[str, Any], now: float) -> None:
-        """Takes one event of one process."""
         self.violations.extend(self._check(plane, who, rank, life, slot, event, now))
 
     def _check(

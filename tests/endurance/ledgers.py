@@ -216,7 +216,6 @@ class MeanLedger:
         self._before[endpoint].append(value)
 
     def note_round(self, receipt: Receipt) -> None:
-        """Notes the receipt of a member, before what it holds is reported."""
         self._receipts[receipt.endpoint] = receipt, self._before[receipt.endpoint][-1]
 
     def after(self, endpoint: str, group: str, values: Sequence[float], now: float) -> Iterator[str]:

@@ -182,7 +182,6 @@ def python(module: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line."""
     return [
         text
         for name, value in options.items()

@@ -66,7 +66,6 @@ class Model(nn.Module):
         self.body = nn.Parameter(torch.zeros(BODY, dtype=torch.float64))
 
     def forward(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
-        """A loss with these gradients."""
         return (self.ledger * gradient).sum() + self.body.sum() * factor
 
 

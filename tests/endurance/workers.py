@@ -170,7 +170,6 @@ async def post_groups(options: dict[str, Any]) -> None:
 
 
 async def follow(options: dict[str, Any]) -> None:
-    """Gets the weights that a peer publishes."""
     await asyncio.to_thread(follow_weights, options)
 
 

@@ -11,7 +11,6 @@ from averaging.engine.messages import TokenText
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Tokens are bytes of UTF-8."""
     return bytes(tokens).decode(errors="replace")
 
 

@@ -78,5 +78,4 @@ class Example:
 
 
 def example(name: str, *arguments: str, limit: float = DEADLINE) -> Example:
-    """Starts one of the examples."""
     return Example("-m", f"examples.{name}", *arguments, limit=limit)

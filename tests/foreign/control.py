@@ -63,11 +63,9 @@ class Control:
         return [name for name in sys.modules if name.partition(".")[0] in ("averaging", "torch")]
 
     async def split(self, lengths: list[int], per_part: int, shares: list[float]) -> list[list[int]]:
-        """The number of elements in each part of each member."""
         return [[part.stop - part.start for part in own] for own in split.parts(lengths, per_part, shares)]
 
     async def pack_state(self, **arguments: Any) -> list[Message]:
-        """The messages of a state."""
         return states.pack(**arguments)
 
     async def next_bits(self, **arguments: Any) -> str:

@@ -168,7 +168,6 @@ class Ours:
 
     @property
     def key(self) -> str:
-        """The key under which it looks for groups now."""
         return self.peer.status.group_key
 
     async def declare(self, endpoint: str, seconds: float = EARLIER, *, looking: object = True) -> None:
@@ -184,7 +183,6 @@ class Ours:
         await self.discovery.store(f"{RUN}.others", endpoint, b"", time.time() + 60)
 
     async def declare_donor(self, endpoint: str, priority: float) -> None:
-        """Declares that `endpoint` donates a state."""
         await self.discovery.store(f"{RUN}.all_averagers", endpoint, msgpack.packb(priority), time.time() + 60)
 
     async def declares(self, key: str, after: float = 0.0) -> Entry:
@@ -232,7 +230,6 @@ class Ours:
         return group
 
     async def fates(self, *followers: ForeignPeer) -> list[Message]:
-        """What those that were accepted are told next."""
         return list(await asyncio.gather(*(follower.next_message(leader=self.endpoint) for follower in followers)))
 
 
@@ -273,7 +270,6 @@ def whole_numbers(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def as_bytes(tensors: list[torch.Tensor]) -> list[bytes]:
-    """As the other process takes and returns them."""
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 

@@ -47,7 +47,6 @@ BROKEN_PARTS: dict[str, Any] = {
 
 
 def values(seed: int) -> torch.Tensor:
-    """A member's tensor."""
     return whole_numbers(seed, SHAPE)[0]
 
 
@@ -66,12 +65,10 @@ class Group:
 
     @property
     def of_all(self) -> torch.Tensor:
-        """The average of all three."""
         return (self.ours + self.theirs + self.others) / 3
 
     @property
     def without_bad(self) -> torch.Tensor:
-        """The average of the other two."""
         return (self.ours + self.theirs) / 2
 
     def up_to(self, parts: int) -> torch.Tensor:
@@ -93,7 +90,6 @@ class Group:
         return result
 
     def bad_sends(self, messages: list[Message], *, ends: bool = True) -> asyncio.Future[list[Message]]:
-        """`bad` sends these messages to our peer; the future holds the replies."""
         return asyncio.ensure_future(self.bad.send(reducer=self.us.endpoint, messages=messages, ends=ends))
 
     async def has_taken(self, count: int, sender: ForeignPeer | None = None) -> None:
@@ -109,7 +105,6 @@ class Group:
         self._takes.set()
 
     def leave_notice(self, code: str) -> list[Message]:
-        """The message with which `bad` leaves."""
         return [{"code": code, "group_id": self.announced["group_id"], "endpoint": self.bad.endpoint}]
 
     async def good_sends(self) -> torch.Tensor:
@@ -129,7 +124,6 @@ class Group:
 
 
 def averages(reply: Message) -> torch.Tensor:
-    """The numbers in a reply without compression."""
     return torch.frombuffer(bytearray(reply["tensor_part"]["buffer"]), dtype=torch.float32)
 
 

@@ -99,13 +99,11 @@ class Peer:
         return {} if message is grpc.aio.EOF else as_dict(message)
 
     async def leave(self, leader: str) -> None:
-        """Cancels its request."""
         self._joins.pop(leader).cancel()
 
     # As a leader
 
     async def next_request(self) -> Message:
-        """Returns the next join request."""
         return await self._requests.get()
 
     async def pending_requests(self) -> int:
@@ -169,7 +167,6 @@ class Peer:
             round_.take_reply(reducer, number, reply)
 
     async def messages(self, reducer: str, group: Message, schema: Message, tensors: list[bytes]) -> list[Message]:
-        """Returns the messages that a correct member sends to `reducer`."""
         return self._round(group, schema, tensors).messages(reducer)
 
     async def send(self, reducer: str, messages: Sequence[Message | bytes], ends: bool = True) -> list[Message]:

@@ -98,7 +98,6 @@ def wire_tensors(draw: st.DrawFn, numels: Sequence[int] = (0, 1, 5)) -> WireTens
 
 
 def averaging_data(group_ids: Sequence[bytes], numels: Sequence[int]) -> st.SearchStrategy[AveragingData]:
-    """A part or a reply of any kind."""
     return st.builds(
         AveragingData,
         code=st.sampled_from([MessageCode.PART_FOR_AVERAGING, MessageCode.AVERAGED_PART, *MessageCode]),

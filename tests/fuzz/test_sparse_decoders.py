@@ -125,7 +125,6 @@ def indices_of(*numbers: int) -> bytes:
 
 
 def reply_of(form: int, *pieces: bytes) -> WireTensor:
-    """A reply for a part of one block."""
     return WireTensor(bytes([form]) + b"".join(pieces), (SIZE,), "top_k_float32", CompressionType.TOP_K_UNION)
 
 

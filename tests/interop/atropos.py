@@ -27,7 +27,6 @@ ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "CU
 
 
 def site_packages() -> Path:
-    """Returns the folder that contains atroposlib."""
     return next(Path(PYTHON).parent.parent.glob("lib/python3*/site-packages"))
 
 

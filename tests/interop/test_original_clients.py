@@ -43,7 +43,6 @@ def feed(tmp_path: Path, token: Path) -> Iterator[Feed]:
 
 
 def with_password(feed: Feed) -> str:
-    """Returns the address for clients without an option for a token."""
     return feed.url.replace("://", f"://any:{TOKEN}@")
 
 

@@ -80,7 +80,6 @@ class TwoSites:
         self._stack.close()
 
     def addresses(self, host: str) -> list[str]:
-        """Returns the addresses of a host, that of IPv4 first."""
         return self._addresses(NUMBERS[host], 2, mask=False)
 
     def start(self, place: str, *arguments: str, env: Mapping[str, str] | None = None) -> JsonProcess:
@@ -107,7 +106,6 @@ class TwoSites:
 
     @staticmethod
     def sysctl(place: str, settings: Mapping[str, object]) -> None:
-        """Changes settings of a namespace's kernel."""
         run(*inside(namespace(place)), "sysctl", "-qw", *(f"{key}={value}" for key, value in settings.items()))
 
     @staticmethod
@@ -175,5 +173,4 @@ class TwoSites:
 
 
 def namespace(place: str) -> str:
-    """Returns the name of the namespace of a host or gateway."""
     return f"{PREFIX}-{os.getpid()}-{place}"

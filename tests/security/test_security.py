@@ -71,7 +71,6 @@ async def sent(*messages: AveragingData) -> AsyncGenerator[AveragingData, None]:
 
 
 def refused(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged of callers that were refused."""
     return [message for message in caplog.messages if message.startswith("refused a call")]
 
 

@@ -41,7 +41,6 @@ def secure(*hosts: str, of: str = "run", age: float = 0.0, believes: str = "run"
 
 
 def write(directory: Path, *hosts: str, of: str = "run") -> dict[str, Path]:
-    """Files of a peer with these hosts, as options of a `Peer`."""
     return stored(directory, authority(of), certificate(*hosts, of=of), "-".join(hosts) or "client")
 
 

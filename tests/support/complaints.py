@@ -7,5 +7,4 @@ from collections.abc import Iterable
 
 
 def complaints(records: Iterable[logging.LogRecord]) -> list[str]:
-    """The words of warnings and worse."""
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]

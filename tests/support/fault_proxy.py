@@ -63,7 +63,6 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._arm, fault, after)
 
     def heal(self) -> None:
-        """Ends the fault and resets the affected connections."""
         self._loop.call_soon_threadsafe(self._heal)
 
     def __enter__(self) -> Self:

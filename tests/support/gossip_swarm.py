@@ -148,7 +148,6 @@ async def joined(host: Host) -> None:
 
 
 def now() -> float:
-    """Virtual seconds since the simulation began."""
     return asyncio.get_running_loop().time()
 
 
@@ -168,7 +167,6 @@ def everywhere(discoveries: Iterable[GossipDiscovery], key: str, subkeys: set[st
 
 
 def members(discovery: GossipDiscovery) -> set[str]:
-    """The members that one peer sees, itself included."""
     return set(discovery.get(peers_key(RUN)))
 
 

@@ -41,7 +41,6 @@ BOUNDED = (Deadlines, Conduct, Totals)
 
 
 def tasks() -> Counter[str]:
-    """The tasks that run in the loop now."""
     return Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
 
 

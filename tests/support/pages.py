@@ -46,7 +46,6 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """All fenced blocks of a page, in order."""
     return [Block(*found) for found in FENCE.findall(page)]
 
 
@@ -115,7 +114,6 @@ class Terminal:
             assert self._printed.wait_for(lambda: not missing(first, "".join(self._lines)), DEADLINE), self._lines
 
     def interrupt(self) -> None:
-        """Ctrl+C."""
         os.kill(self._process.pid, signal.SIGINT)
 
     def end(self) -> tuple[int, str]:

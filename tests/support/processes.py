@@ -84,7 +84,6 @@ class JsonProcess:
                 self.seen.append(event)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Those of that name among `seen`."""
         return [event for event in self.seen if event.get("event") == name]
 
     def send(self, line: str) -> None:
@@ -145,12 +144,10 @@ def _start(arguments: Sequence[str], env: Mapping[str, str] | None) -> subproces
 
 
 def all_expect(processes: Sequence[JsonProcess], event: str, timeout: float = DEADLINE) -> list[dict[str, Any]]:
-    """The next event of that name of each process."""
     return [process.expect(event, timeout) for process in processes]
 
 
 def averaging_process(*arguments: str) -> JsonProcess:
-    """`averaging …` with --json."""
     return JsonProcess("python", "-m", "averaging", *arguments, "--json")
 
 

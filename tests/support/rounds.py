@@ -39,7 +39,6 @@ ROUND_SECONDS = 30.0
 
 
 def nodes(count: int) -> list[Member]:
-    """`count` members that send and reduce."""
     return [Member(f"peer:{port + 1}") for port in range(count)]
 
 
@@ -148,15 +147,12 @@ class Simulation:
             )
 
     def describe(self, names: Sequence[str], **options: Any) -> Schema:
-        """The schema of all members."""
         return describe(names, next(iter(self.tensors.values())), **options)
 
     def residual_of(self, name: str) -> ReplyResidual | None:
-        """What a member's replies have lost in earlier rounds."""
         return None
 
     def contributed(self, name: str) -> Sequence[Prepared]:
-        """What a member contributes."""
         return SharedTensors(self.tensors[name]).flat()
 
     def adopt(self, name: str, result: RoundResult) -> None:

@@ -37,7 +37,6 @@ def wait_for(awaitable: Awaitable[T]) -> T:
 
 
 def sleep(seconds: float) -> None:
-    """Lets a script compute for so long."""
     wait_for(asyncio.sleep(seconds))
 
 
@@ -90,7 +89,6 @@ class ScriptThread:
             self._closing.set()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """See `EventLoopThread.run`."""
         return self.wait(self.start(coroutine))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> SignalSafeFuture[T]:

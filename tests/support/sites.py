@@ -48,7 +48,6 @@ class Site:
             self.ranks.append(stack.enter_context(process))
 
     def expect(self, event: str) -> list[dict[str, Any]]:
-        """The next event of that name at each rank."""
         return [rank.expect(event, PATIENCE) for rank in self.ranks]
 
     @property
@@ -59,7 +58,6 @@ class Site:
         return str(endpoints.pop())
 
     def end(self) -> list[int]:
-        """The exit codes of all ranks."""
         return [rank.wait(PATIENCE) for rank in self.ranks]
 
 

@@ -108,5 +108,4 @@ def spread(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def groups_of(receipts: Sequence[Receipt]) -> dict[bytes, Receipt]:
-    """The groups that averaged, by id."""
     return {receipt.group_id: receipt for receipt in receipts if receipt.outcome is Outcome.AVERAGED}

@@ -50,7 +50,6 @@ def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Copies of a model's parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
