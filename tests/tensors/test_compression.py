@@ -140,18 +140,6 @@ def test_integers_are_refused() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@given(floats(3e38))
-def test_float16_error(values: Array) -> None:
-    clamped = np.clip(values.astype(np.float64), -65504, 65504)
-    assert np.all(np.abs(round_trip(values, CompressionType.FLOAT16) - clamped) <= np.abs(clamped) * 2**-11 + 2**-25)
-
-
-@given(floats(3.38e38))
-def test_bfloat16_error(values: Array) -> None:
-    exact = values.astype(np.float64)
-    assert np.all(np.abs(round_trip(values, CompressionType.BFLOAT16) - exact) <= np.abs(exact) * 2**-8 + 2**-134)
-
-
 @given(floats(1e37))
 def test_meanstd_error(values: Array) -> None:
     decoded = round_trip(values, CompressionType.MEANSTD_16BIT)
@@ -163,16 +151,6 @@ def test_meanstd_error(values: Array) -> None:
             rounding = 2**-22 * (np.max(np.abs(row)) + np.abs(row - row.mean()))
             bound = np.abs(row - row.mean()) * 2**-11 + std * 2**-25 + rounding
             assert np.all(np.abs(got - row) <= bound)
-
-
-@given(floats(1e37))
-def test_blockwise_error(values: Array) -> None:
-    decoded = round_trip(values, CompressionType.BLOCKWISE_INT8).reshape(-1)
-    flat = values.astype(np.float64).reshape(-1)
-    for start in range(0, len(flat), 1024):
-        block = slice(start, start + 1024)
-        largest = np.max(np.abs(flat[block]))
-        assert np.all(np.abs(decoded[block] - flat[block]) <= largest / 254 * (1 + 2**-14) + 2**-142)
 
 
 @given(floats(1e37))
