@@ -7,6 +7,7 @@ import math
 import operator
 import random
 import re
+from dataclasses import replace
 from hashlib import sha256, sha512
 from pathlib import Path
 
@@ -20,12 +21,16 @@ from averaging.allreduce.partition import partition, shares
 from averaging.discovery.gossip.membership import peer_hash
 from averaging.discovery.gossip.record import Ed25519Identity, RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
+from averaging.matchmaking import rules
+from averaging.peer import rounds
+from averaging.protocol.contribution import MAX_STATED_GRACE
 from averaging.protocol.group import (
     MEAN,
     Aggregation,
     AggregationKind,
     Group,
     Member,
+    Mode,
     ReplyForm,
     next_group_bits,
 )
@@ -63,6 +68,18 @@ def test_the_record_of_the_page() -> None:
     }
     assert found == {name: EXAMPLE[name] for name in found}
     assert table.state_hash == entry_hash(number, version)
+
+
+def test_the_in_group_record_and_the_quorum_of_the_page() -> None:
+    packed, when = re.findall(r"`([0-9a-f]{38})` for ([0-9.]+)\.", PAGE)[0]
+    assert rules.pack_in_group(float(when)).hex() == packed
+    assert rules.unpack_in_group(bytes.fromhex(packed)) == float(when)
+    assert not rules.unpack_looking(bytes.fromhex(packed))  # to software without a quorum the search is over
+    assert f"seconds (0 to {MAX_STATED_GRACE:g})" in PAGE
+    assert f"Of more than {rounds.MAX_OVER_RECORDS}\n" in PAGE
+    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": list(rules.Quorum(2, 0.5).stated)})
+    assert rules.stated_quorum([member]) == rules.Quorum(2, 0.5)
+    assert not rules.counts_for_quorum(replace(member, user={"holds": False}))
 
 
 @pytest.mark.parametrize(
