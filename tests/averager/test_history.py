@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
-from averaging.common.safe_msgpack import pack, unpack
 from averaging.errors import StateError
-from averaging.protocol.contribution import MAX_SAMPLES, Contribution
+from averaging.protocol.contribution import Contribution
 from averaging.strategies.catch_up import check_history
-from averaging.strategies.lockstep import gathered_samples
 from averaging.training.history import (
     History,
     HistoryStanding,

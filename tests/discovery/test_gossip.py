@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.identity import Ed25519Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import Ed25519Identity, UnsignedIdentity
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, GossipSwarm, everywhere, in_an_hour, joined, now, until

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.identity import Author, Ed25519Identity
-from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time

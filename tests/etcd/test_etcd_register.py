@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from averaging import AveragingError, TLSFiles
 from averaging.elastic.handler import create_handler
 from averaging.elastic.register import Register
+from averaging.elastic.session import EtcdRegister
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, read_credentials
 from tests.elastic.jobs import Job

@@ -12,7 +12,7 @@ import torch
 
 from averaging import Outcome, Peer
 from averaging.config import NonFinite
-from averaging.matchmaking.conduct import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
+from averaging.matchmaking.memory import EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS
 from averaging.protocol.messages import AveragingData
 from averaging.receipts import DropCode
 from averaging.testing import virtual_time

@@ -17,7 +17,7 @@ from averaging.protocol.messages import CompressionType, JoinRequest, MessageCod
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
-from averaging.timing.learned_deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
+from averaging.timing.deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.transport.base import Transport
 from tests.support.fake_transport import OneLane
 from tests.support.simulated import in_virtual_time

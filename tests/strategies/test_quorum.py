@@ -25,8 +25,7 @@ from averaging.strategies.schedule import (
     Timeliness,
     quorum_options,
 )
-from averaging.training.history import History, Origin, Progress
-from averaging.training.standing import Own, compare_progress
+from averaging.training.history import History, Origin, Own, Progress, compare_progress
 from tests.support.training import SGD, Start
 
 

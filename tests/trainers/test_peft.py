@@ -18,7 +18,7 @@ from schedulefree import AdamWScheduleFree
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, StateError, WeightPublisher
-from averaging.integrations.lora_base import check_base
+from averaging.integrations.lora_layers import check_base
 from averaging.integrations.peft import LoRAAveraging
 from averaging.integrations.transformers import AveragingCallback
 from examples import adapters

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.common.proxies import proxy_for
+from averaging.common.addresses import proxy_for
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA
