@@ -1,13 +1,14 @@
 """The command line, `averaging COMMAND`: `main` has all commands, and `COMMANDS` says where they are.
 
-Read in this order: `options` (flags, from the declarations in `averaging/config.py`), `peer`, `events` (what is
-printed) and `output` (how), `failure` and `exits` (errors, exit codes and signals), `files` (safetensors).
+Read in this order: `options` (flags, from the declarations in `averaging/config.py`), `running` (what a command prints,
+how it fails, signals), `files` (what it reads and writes), `peer`.
 
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import signal
 import sys
@@ -17,8 +18,7 @@ from typing import Any
 
 import click
 
-from averaging.cli.exits import DEFAULTS, starting
-from averaging.cli.failure import NOT_DONE, failure_of
+from averaging.cli.running import DEFAULTS, NOT_DONE, failure_of, starting
 from averaging.common import as_flag, chosen_proxy, spelling
 from averaging.errors import SUPPORTED_SYSTEMS, AveragingError, ConfigError
 
@@ -26,11 +26,11 @@ COMMANDS = {
     "peer": "peer",
     "doctor": "doctor",
     "state": "model",
-    "watch": "watch",
+    "watch": "rounds",
     "top": "top",
-    "explain": "explain",
+    "explain": "rounds",
     "plan": "plan",
-    "leave": "leave",
+    "leave": "peer",
     "follow": "follow",
     "export": "model",
     "serve": "serve",
@@ -103,13 +103,23 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _unwrap_examples(command: click.Command) -> None:
-    """Click keeps a paragraph as it is after a backspace, which raw docstrings contain as two characters."""
-    command.help = (command.help or "").replace("\\b\n", "\b\n")
+EXIT_CODES = """
+
+Exit codes: 0 done, or a server or a view was ended by Ctrl+C or SIGTERM; 1 failed; 2 wrong usage or unreadable input;
+130 or 143 stopped by Ctrl+C or SIGTERM before it was done."""
+
+
+def _complete(command: click.Command) -> None:
+    """Adds the exit codes to a help that has none of its own, and keeps the lines of its examples.
+
+    Click keeps a paragraph as it is after a backspace, which raw docstrings contain as two characters.
+    """
+    text = inspect.cleandoc(command.help or "").replace("\\b\n", "\b\n")
+    command.help = text if "Exit codes:" in text else text + EXIT_CODES
     for each in command.commands.values() if isinstance(command, click.Group) else ():
-        _unwrap_examples(each)
+        _complete(each)
 
 
 for _name, _module in COMMANDS.items():
     main.add_command(getattr(import_module(f"averaging.cli.{_module}"), f"{_name}_command"))
-_unwrap_examples(main)
+_complete(main)

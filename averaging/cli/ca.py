@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.files import replaced_atomically
-from averaging.cli.options import KindType, switch
+from averaging.cli.options import KindType, option, switch
+from averaging.cli.running import WRONG_USAGE, CommandError
 from averaging.common import number
 
 if TYPE_CHECKING:
@@ -46,18 +46,13 @@ def ca_command() -> None:
       averaging ca init
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
-
-    Exit codes: 0 done; 1 a file could not be written or read; 2 wrong usage, there is no authority, or a file exists
-    and --force was not given.
     """
 
 
 @ca_command.command("init")
-@click.option(
-    "--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; created if needed."
-)
-@click.option("--name", default="averaging run", metavar="NAME", help="Name of the authority in its certificate.")
-@click.option("--days", default=CA_DAYS, type=DAYS, metavar="DAYS", help="Validity of the authority.")
+@option("--directory", "Where to write; created if needed.", "DIR", default=AUTHORITY, type=DIRECTORY)
+@option("--name", "Name of the authority in its certificate.", "NAME", default="averaging run")
+@option("--days", "Validity of the authority.", "DAYS", default=CA_DAYS, type=DAYS)
 @switch("--force", "Replace the authority; the certificates that it issued become useless.")
 def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
@@ -65,8 +60,6 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     \b
     For example:
       averaging ca init --directory ~/run-ca --days 365
-
-    Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
     """
     from averaging.security import make_authority
 
@@ -84,16 +77,10 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
 
 @ca_command.command("issue")
 @click.argument("name")
-@click.option(
-    "--host",
-    "hosts",
-    multiple=True,
-    metavar="HOST",
-    help="Host name or address, without a port, at which other peers reach the peer; may be given several times.",
-)
+@option("--host", "Name or address, without a port, of the peer; repeatable.", "HOST", name="hosts", multiple=True)
 @switch("--client-mode", "For a peer in client mode, which accepts no connections.")
-@click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where the authority is.")
-@click.option("--days", default=PEER_DAYS, type=DAYS, metavar="DAYS", help="Validity of the certificate.")
+@option("--directory", "Where the authority is.", "DIR", default=AUTHORITY, type=DIRECTORY)
+@option("--days", "Validity of the certificate.", "DAYS", default=PEER_DAYS, type=DAYS)
 @switch("--force", "Replace NAME's files if they exist; the old certificate stays valid.")
 def issue_command(
     name: str, hosts: tuple[str, ...], client_mode: bool, directory: Path, days: float, force: bool
@@ -104,9 +91,6 @@ def issue_command(
     For a peer with two addresses, and for one in client mode:
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
-
-    Exit codes: 0 done; 1 a file could not be written or read; 2 wrong usage, there is no authority, or a file exists
-    and --force was not given.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() == AUTHORITY:
         raise click.UsageError(f"NAME {name!r} must consist of letters, digits, '.', '_', '-'; not {AUTHORITY!r}.")

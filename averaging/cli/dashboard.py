@@ -6,50 +6,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import serve
-from averaging.cli.failure import WRONG_USAGE, CommandError
-from averaging.cli.options import (
-    JOINED,
-    flag,
-    insecure_option,
-    output_options,
-    security_options,
-)
+from averaging.cli.options import JOINED, flag, hosts_option, insecure_option, option, output_options, security_options
+from averaging.cli.running import CommandOutput, not_installed, reporting, serve
 from averaging.cli.top import collector_of
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
-
-    from averaging.cli.output import CommandOutput
 
 PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
 """The options of the page that `DashboardServer` takes."""
 
 
 @click.command("dashboard")
-@click.option(
+@option(
     "--join",
-    "given",
+    "A peer of the run, or a source of addresses such as dns:NAME:PORT; repeatable.",
+    "HOST:PORT",
+    name="given",
     multiple=True,
     required=True,
     type=JOINED,
-    metavar="HOST:PORT",
-    help="A peer of the run, or a source of addresses such as dns:NAME:PORT; repeatable.",
 )
 @flag("listen", default="127.0.0.1:8080", help="Address of the page; port 0 takes a free one.")
 @security_options
-@click.option(
-    "--password-file", metavar="FILE", help="Passwords, one per line; the browser asks for one, with any user name."
-)
-@click.option("--https-cert", metavar="FILE", help="Certificate in PEM with which the page is served.")
-@click.option("--https-key", metavar="FILE", help="Key of --https-cert.")
-@click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="DNS name under which browsers reach this page; repeatable.",
-)
+@option("--password-file", "Passwords, one per line; the browser asks for one, with any user name.", "FILE")
+@option("--https-cert", "Certificate in PEM with which the page is served.", "FILE")
+@option("--https-key", "Key of --https-cert.", "FILE")
+@hosts_option
 @insecure_option
 @output_options
 def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, verbose: int, **more: Any) -> None:
@@ -80,17 +63,10 @@ def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, ver
     can read it only with a password and TLS, or with --insecure.
 
     \b
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
-    2 wrong usage, or a file cannot be used; 130, 143 stopped by a signal during the start.
-
-    \b
     Events of --json, each with "event":
       ready   url, readers
       done
-      error   message
     """
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         _run(given, listen, more, report)
 
@@ -99,8 +75,7 @@ def _run(given: tuple[str, ...], listen: str, more: dict[str, Any], report: Comm
     try:
         from averaging.dashboard import RECEIPTS, DashboardServer, views_of
     except ModuleNotFoundError as error:
-        text = f"{error.name} is not installed; run: pip install 'averaging[dashboard]'"
-        raise CommandError(text, WRONG_USAGE) from None
+        raise not_installed(error, "dashboard") from None
 
     async def start(stack: AsyncExitStack) -> DashboardServer:
         page = {name: more[name] for name in PAGE_OPTIONS}

@@ -8,37 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import NOT_DONE, CommandError
-from averaging.cli.options import CheckedPath, PeerCommand, output_options, peer_config, peer_options
+from averaging.cli import options
+from averaging.cli.running import NOT_DONE, CommandError, CommandOutput, Stop, reporting, run
 from averaging.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from averaging.cli.output import CommandOutput
     from averaging.config import PeerConfig
     from averaging.doctor import Examination, Finding
     from averaging.tensors import Schema
+
+STRATEGIES = ("diloco", "local_sgd", "gradient_averaging")
 
 NO_RUN = "doctor"
 """Run id of the options if the user gives none: all other options can be checked without one."""
 
 
-@click.command("doctor", cls=PeerCommand)
-@click.argument("file", type=CheckedPath(), metavar="[FILE.safetensors]", required=False)
-@click.option(
-    "--deep", is_flag=True, help="Measure the bandwidth to the peers of --join too, with at most 64 MiB each way."
+@click.command("doctor", cls=options.PeerCommand)
+@click.argument("file", type=options.CheckedPath(), metavar="[FILE.safetensors]", required=False)
+@options.switch("--deep", "Measure the bandwidth to the peers of --join too, with at most 64 MiB each way.")
+@options.peer_options
+@options.option("--only", "Tensors of FILE, as for `averaging peer`.", "PATTERN", multiple=True)
+@options.option("--exclude", "Tensors of FILE to leave out, as there.", "PATTERN", multiple=True)
+@options.one_of(
+    "--strategy", "Strategy of the training, compared with that of the peers.  [default: none]", *STRATEGIES
 )
-@peer_options
-@click.option("--only", multiple=True, metavar="PATTERN", help="Tensors of FILE, as for `averaging peer`.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors of FILE to leave out, as there.")
-@click.option(
-    "--strategy",
-    type=click.Choice(["diloco", "local_sgd", "gradient_averaging"]),
-    help="Strategy of the training, compared with that of the peers.  [default: none]",
-)
-@output_options
+@options.output_options
 def doctor_command(
     file: Path | None, *, deep: bool, strategy: str | None, as_json: bool, verbose: int, **given: Any
 ) -> None:
@@ -66,19 +62,14 @@ def doctor_command(
     While a peer calls back, the command listens at --listen unless a peer does already. It calls the addresses of
     --join, and connects to those at which these peers want to be dialled.
 
-    \b
-    Exit codes: 0 nothing with ✗ was found; 1 something will not work; 2 wrong usage or unreadable input;
-    130, 143 stopped by a signal.
+    Exit codes: 0 nothing with ✗ was found; 1 something will not work; 2 wrong usage or unreadable input.
 
     \b
     Events of --json, each with "event":
       finding    check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy;
                  figures, by names with their units, if something was measured
       done       failures, warnings
-      error      message
     """
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         if not verbose:  # what reading certificates and tokens would warn of is a finding
             logging.getLogger("averaging").setLevel(logging.ERROR)
@@ -110,11 +101,11 @@ def _import() -> None:
 def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
     """The options of the peer, and whether the user has given a run id."""
     try:
-        return peer_config(given), True
+        return options.peer_config(given), True
     except ConfigError as error:
         if error.option != "run_id" or "is missing" not in error.reason:
             raise
-        return peer_config(given | {"run_id": NO_RUN}), False
+        return options.peer_config(given | {"run_id": NO_RUN}), False
 
 
 def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:

@@ -7,52 +7,42 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import serve
-from averaging.cli.failure import WRONG_USAGE, CommandError
-from averaging.cli.options import DURATION, flag, hosts_option, insecure_option, output_options, security_options
+from averaging.cli import options
+from averaging.cli.running import CommandOutput, not_installed, reporting, serve
 from averaging.errors import printable
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-    from averaging.cli.output import CommandOutput
-
 
 @click.command("feed")
-@flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
-@click.option(
-    "--store",
-    default="feed.sqlite",
-    metavar="FILE",
-    help="File with the run, so that a restart loses nothing; ':memory:' keeps nothing.",
+@options.flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
+@options.option(
+    "--store", "File with the run, kept over a restart; ':memory:' keeps nothing.", "FILE", default="feed.sqlite"
 )
-@click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
-@security_options
-@insecure_option
-@hosts_option
-@click.option(
+@options.switch("--fsync", "Wait for the disk before each answer, to survive a power failure too.")
+@options.security_options
+@options.insecure_option
+@options.hosts_option
+@options.count(
     "--queue-bytes",
-    default=4 << 30,
-    type=click.IntRange(min=1 << 10),
-    metavar="BYTES",
-    help="Maximum size of the waiting groups; then status 503. The batches that are kept until the trainer saves a "
+    "Maximum size of the waiting groups; then status 503. The batches that are kept until the trainer saves a "
     "checkpoint may have as much again; the oldest are dropped first.",
+    4 << 30,
+    least=1 << 10,
+    metavar="BYTES",
 )
-@click.option(
+@options.seconds(
     "--env-timeout",
-    default=300.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Time without posts after which an environment that all wait for gives up its part of each batch.",
+    "Time without posts after which an environment that all wait for gives up its part of each batch.",
+    300.0,
 )
-@click.option(
+@options.count(
     "--max-staleness",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Versions of the weights that a group may be behind the trainer's newest; 0 means only the newest. Older ones "
-    "are dropped. Without it, any.",
+    "Versions of the weights that a group may be behind the trainer's newest. Older ones are dropped.  [default: any]",
+    least=0,
 )
-@output_options
+@options.output_options
 def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
@@ -78,10 +68,6 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
     command again to continue.
 
     \b
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed;
-    2 wrong usage, or --store cannot be used; 130, 143 stopped by a signal during the start.
-
-    \b
     Events of --json, each with "event":
       ready        url, store
       registered   batch_size, starting_step, num_steps
@@ -93,10 +79,7 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
       batch        step, groups, sequences
       reset
       done
-      error        message
     """
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         _run(store, given, report)
 
@@ -105,7 +88,7 @@ def _run(store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
         from averaging.rl.feed import FeedServer
     except ModuleNotFoundError as error:
-        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
+        raise not_installed(error, "rl") from None
 
     async def start(stack: AsyncExitStack) -> FeedServer:
         # Clients choose some of the texts in events.

@@ -1,18 +1,26 @@
-"""The files of commands: safetensors files, checked before the peer starts, and files that are replaced atomically.
+"""The files of commands: safetensors files and folders of models, checked before the work and replaced atomically.
+
+`Document` is a file that was read, `Output` one that is written. `BaseFolder` decides what belongs in the folder of a
+model, as `save_pretrained` of transformers writes it; `ModelFolder` is one that is replaced in a step, and
+`VersionedFolders` keeps the newest versions side by side with a link to the newest one.
 
 Nothing here imports torch before a safetensors file is read or written, so that `averaging ca` starts fast.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
-from contextlib import contextmanager
+import shutil
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from averaging.cli.failure import WRONG_USAGE, CommandError
+from averaging.cli.running import WRONG_USAGE, CommandError
+from averaging.common import is_placeholder, listed, without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +76,7 @@ class Document:
         """The same content, where tensors of integers and those that the user did not choose are kept as they are.
 
         Args:
-            path: path of the file, for errors.
+            path: the file, for errors.
             only: patterns, such as `*.lora_*`, of the names to average; empty for all.
             exclude: patterns of names to keep.
 
@@ -95,9 +103,7 @@ class Document:
 def read(path: Path, *, shapes_only: bool = False) -> Document:
     """Reads a file into memory, so that it may be changed or removed afterwards.
 
-    Args:
-        path: the file.
-        shapes_only: reads names, dtypes and shapes only: the tensors are zeros that take no memory.
+    With `shapes_only` the tensors are zeros that take no memory.
 
     Raises:
         CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
@@ -110,8 +116,9 @@ def read(path: Path, *, shapes_only: bool = False) -> Document:
         raise CommandError(f"{path} {what}; give one that {save} wrote", WRONG_USAGE)
     try:
         with safe_open(path, framework="pt") as file:
-            tensor_of = _shape_of if shapes_only else _tensor_of
-            return Document({name: tensor_of(file, name) for name in sorted(file.keys())}, file.metadata())
+            names = sorted(file.keys())
+            tensors = {n: _shape_of(file, n) if shapes_only else file.get_tensor(n).clone() for n in names}
+            return Document(tensors, file.metadata())
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CommandError(
             f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "
@@ -120,13 +127,7 @@ def read(path: Path, *, shapes_only: bool = False) -> Document:
         ) from None
 
 
-def _tensor_of(file: Any, name: str) -> torch.Tensor:
-    tensor: torch.Tensor = file.get_tensor(name).clone()
-    return tensor
-
-
 def _shape_of(file: Any, name: str) -> torch.Tensor:
-    """A tensor of zeros that takes no memory."""
     import torch
 
     view = file.get_slice(name)
@@ -154,14 +155,14 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
     ]
     if wrong:
         raise CommandError(
-            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(AVERAGED_DTYPES)} can. Leave them out with "
+            f"{path}: {_named(wrong)} cannot be averaged; {', '.join(AVERAGED_DTYPES)} can. Leave them out with "
             "--exclude, or convert them",
             WRONG_USAGE,
         )
     broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]
     if broken and not allow_non_finite:
         raise CommandError(
-            f"{path}: {_listed(broken)} has NaN or infinity; repair the file, or give --non-finite allow to spread it "
+            f"{path}: {_named(broken)} has NaN or infinity; repair the file, or give --non-finite allow to spread it "
             "to all members",
             WRONG_USAGE,
         )
@@ -245,6 +246,339 @@ class Output:
             ) from None
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'tensor' if len(names) == 1 else 'tensors'} {', '.join(names[:3])}{more}"
+def _named(names: list[str]) -> str:
+    return f"{'tensor' if len(names) == 1 else 'tensors'} {listed(names)}"
+
+
+# Folders of models.
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Ends of the names of files that hold weights of the old model, or say where they are: they are not copied."""
+
+
+class BaseFolder:
+    """What a model folder has beside the weights of the run: the files and the frozen weights of another folder.
+
+    Args:
+        folder: a model's folder with `config.json`, as `save_pretrained` writes it, with or without its weights.
+
+    Raises:
+        CommandError: exit code 2: it is no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise CommandError(f"--config: there is no directory {folder}", WRONG_USAGE)
+        if not (folder / "config.json").is_file():
+            raise CommandError(
+                f"--config: {folder} has no config.json; give the folder of the base model, as save_pretrained writes "
+                "it or the Hub has it",
+                WRONG_USAGE,
+            )
+        try:
+            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_file()]
+            self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
+            self._places = _places([path for path in files if path.name.endswith(".safetensors")])
+        except OSError as error:
+            raise CommandError(f"--config: {folder} cannot be read: {error}", WRONG_USAGE) from None
+
+    @property
+    def knows_names(self) -> bool:
+        return bool(self._places)
+
+    def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        """The tensors of the whole model under its own names, and how many of them are those of the folder.
+
+        The prefixes of wrappers are left out. If the folder has weights, they say which tensors the model has: those
+        that are missing, since the run does not train them, are taken from there; copies of tied ones are left out.
+
+        Raises:
+            CommandError: the tensors have no names, or are not those of the model.
+        """
+        named = dict(zip(without_wrappers(tensors), tensors.values(), strict=True))
+        if nameless := next((name for name in named if is_placeholder(name)), None):
+            raise CommandError(
+                f"the tensors have no names of a model, such as {nameless!r}: the averager was made without its model. "
+                "Give it model=model, or publish the model's state_dict()",
+            )
+        if RESERVED_NAME in named:
+            raise CommandError(f"the format allows no tensor called {RESERVED_NAME!r}")
+        if not self._places:
+            return named, 0
+        ours = {name: tensor for name, tensor in named.items() if name in self._places}
+        for name in ours:
+            shape = self._places[name][1]
+            if list(ours[name].shape) != shape:
+                raise CommandError(
+                    f"{name!r} is {list(ours[name].shape)}, and {shape} in {self.folder}; give --config the folder of "
+                    "the model that is trained"
+                )
+        missing = [name for name in self._places if name not in ours]
+        whole = ours | self._read(missing)
+        for name, tensor in named.items():
+            if name not in whole and not _is_tied(tensor, whole):
+                raise CommandError(
+                    f"{listed([name])!r} is no tensor of the model in {self.folder}, whose first one is "
+                    f"{next(iter(self._places))!r}; give --config the folder of the model that is trained"
+                )
+        return whole, len(missing)
+
+    def _read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        read: dict[str, torch.Tensor] = {}
+        try:
+            for path in dict.fromkeys(self._places[name][0] for name in names):
+                with safe_open(path, framework="pt") as file:
+                    read |= {name: file.get_tensor(name) for name in names if self._places[name][0] == path}
+        except (SafetensorError, OSError) as error:
+            raise CommandError(f"--config: {self.folder} cannot be read: {error}") from None
+        return read
+
+
+def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
+    from safetensors import SafetensorError, safe_open
+
+    places: dict[str, tuple[Path, list[int]]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                places |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CommandError(f"--config: {path} is no safetensors file: {error}", WRONG_USAGE) from None
+    return places
+
+
+def _is_tied(tensor: torch.Tensor, others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor has the values of another one, as the output layer of a model with tied embeddings does."""
+    import torch
+
+    return any(
+        other.shape == tensor.shape and other.dtype == tensor.dtype and torch.equal(other, tensor)
+        for other in others.values()
+    )
+
+
+def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Divides tensors, in order, between files of at most `limit` bytes, by the names that transformers gives them.
+
+    A tensor that is larger has a file of its own.
+    """
+    groups: list[dict[str, torch.Tensor]] = []
+    left = 0
+    for name, tensor in tensors.items():
+        if not groups or tensor.nbytes > left:
+            groups.append({})
+            left = limit
+        groups[-1][name] = tensor
+        left -= tensor.nbytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFolder:
+    tensors: int
+    frozen: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """How folders are written: what they have beside the weights of the run, and the limit of a file in bytes."""
+
+    parts: BaseFolder
+    shard_bytes: int
+
+    @contextmanager
+    def written(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> Iterator[tuple[Path, WrittenFolder]]:
+        """Yields a complete folder, synced to the disk, under a temporary name beside `folder`, to be moved there.
+
+        Raises:
+            NotWrittenError: it could not be written, or not moved. Nothing is left of it.
+            CommandError: the tensors are not those of the model.
+        """
+        from safetensors import SafetensorError
+
+        whole, frozen = self.parts.completed(tensors)
+        temporary = beside(folder)
+        try:
+            self._write(temporary, whole, metadata)
+            yield temporary, WrittenFolder(len(whole), frozen, sum(tensor.nbytes for tensor in whole.values()))
+        except (OSError, SafetensorError) as error:
+            raise NotWrittenError(
+                f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give "
+                "another --output"
+            ) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        divided = shards(tensors, self.shard_bytes)
+        for name, group in divided.items():
+            whole = {key: tensor.contiguous() for key, tensor in group.items()}
+            save_file(whole, folder / name, {"format": "pt", **metadata})
+        if len(divided) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {key: name for name, group in divided.items() for key in group},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for path in self.parts.copied:
+            shutil.copyfile(path, folder / path.name)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
+
+class ModelFolder:
+    """A folder that will be written, and replaces an old one.
+
+    Raises:
+        CommandError: exit code 2: something else is there, or it cannot be there.
+    """
+
+    def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
+        self._path, self._options = path, options
+        is_full = path.is_dir() and any(path.iterdir())
+        check_place(path, folder=True, overwrite=overwrite or not is_full)
+        if is_full and not (path / "config.json").is_file():
+            raise CommandError(
+                f"{path} is no folder of a model, so it is not replaced; give another --output", WRONG_USAGE
+            )
+        if path.resolve() == options.parts.folder.resolve():
+            raise CommandError("--output is the folder of --config; give another one", WRONG_USAGE)
+
+    def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> WrittenFolder:
+        """Writes the folder. An old one is moved away first, and removed when the new one is in its place.
+
+        Raises:
+            NotWrittenError: it could not be written; the old folder is unchanged.
+            CommandError: the tensors are not those of the model.
+        """
+        path = self._path
+        with self._options.written(path, tensors, metadata) as (temporary, written):
+            old = path.rename(beside(path)) if path.exists() else None
+            try:
+                temporary.rename(path)
+                sync(path.absolute().parent)
+            except BaseException:  # also Ctrl+C: an old folder is back in its place
+                if old is not None and not path.exists():
+                    old.rename(path)
+                raise
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+        return written
+
+
+NEWEST = "newest"
+"""The link to the newest version."""
+
+_VERSION = re.compile(r"version-(\d+)")
+_LEFTOVER = re.compile(r"\.(version-\d+|newest)\.[0-9a-f]{8}\.tmp")
+
+
+class VersionedFolders:
+    """A directory with the newest versions of a model, `version-N` each, and the link `newest` to the last one.
+
+    A folder appears complete under its name, and the link moves in one step, so a reader that follows the link finds
+    the old version or the new one. Whoever reads an older version can go on: it is removed only after
+    `keep` newer ones.
+
+    Args:
+        path: the directory; it is made if it is missing.
+        options: see `FolderOptions`.
+        keep: versions that are kept.
+        overwrite: whether the directory may hold something else.
+
+    Raises:
+        CommandError: exit code 2: something else is there, or nobody can write there.
+    """
+
+    def __init__(self, path: Path, options: FolderOptions, keep: int, *, overwrite: bool) -> None:
+        self.path, self._options, self._keep = path, options, keep
+        try:
+            check_place(path, folder=True)
+            path.mkdir(exist_ok=True)
+            strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
+            if strange and not overwrite:
+                raise CommandError(
+                    f"{path} has {listed(sorted(strange))}, which this command has not written; give --overwrite to "
+                    "write beside it, or another --output. Nothing was done",
+                    WRONG_USAGE,
+                )
+            probe = beside(path / NEWEST)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            reason = f"{path} cannot be written ({error.strerror}); choose a writable directory"
+            raise CommandError(reason, WRONG_USAGE) from None
+        self._remove_leftovers()
+
+    @property
+    def newest(self) -> Path | None:
+        link = self.path / NEWEST
+        return link.resolve() if link.is_symlink() and link.is_dir() else None
+
+    def write(
+        self, version: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> tuple[Path, WrittenFolder]:
+        """Writes a version, moves the link, and removes versions that are too old. Returns the version's folder.
+
+        Raises:
+            NotWrittenError: it could not be written; the versions that are there, and the link, are unchanged.
+            CommandError: the tensors are not those of the model.
+        """
+        folder = self.path / f"version-{version}"
+        with self._options.written(folder, tensors, metadata) as (temporary, written):
+            if folder.exists():
+                self._remove(folder)
+            temporary.rename(folder)
+            self._move_link(folder)
+        for old in self._versions()[: -self._keep]:
+            if old != folder:
+                self._remove(old)
+        return folder, written
+
+    def _move_link(self, folder: Path) -> None:
+        link = beside(self.path / NEWEST)
+        link.symlink_to(folder.name)
+        try:
+            link.replace(self.path / NEWEST)
+        finally:
+            link.unlink(missing_ok=True)
+        sync(self.path)
+
+    def _versions(self) -> list[Path]:  # the oldest first
+        found = [(int(match[1]), path) for path in self.path.iterdir() if (match := _VERSION.fullmatch(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def _remove(self, folder: Path) -> None:
+        # Under another name, so that nobody finds half of it under its own.
+        hidden = beside(folder)
+        with suppress(OSError):
+            folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        # What a process that was killed has left.
+        for entry in self.path.iterdir():
+            if _LEFTOVER.fullmatch(entry.name):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    if entry.name == NEWEST:
+        return entry.is_symlink()
+    return bool(_VERSION.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name))

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events, options
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import CommandError, Stopped
-from averaging.cli.files import NotWrittenError, Output, read
-from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
-from averaging.cli.shell_command import run_command
+from averaging.cli import options
+from averaging.cli.files import BaseFolder, FolderOptions, NotWrittenError, Output, VersionedFolders, read
+from averaging.cli.running import CommandError, CommandOutput, Stop, Stopped, reporting, run, with_metrics
 from averaging.common import VERSION_KEY, counted, size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from averaging.cli.output import CommandOutput
     from averaging.control import ControlService, Departure
     from averaging.metrics import Samples
     from averaging.rpc import Credentials
@@ -40,27 +38,27 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 @click.command("follow")
 @click.argument("addresses", type=options.JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
 @options.path("--output", "FILE.safetensors|DIR", "The file to keep; with --config the directory of the versions.")
-@click.option(
+@options.option(
     "--engine",
-    metavar="vllm=URL",
-    help="Have this vLLM server load each version, instead of --output or after it. Its workers get the weights from "
+    "Have this vLLM server load each version, instead of --output or after it. Its workers get the weights from "
     "--listen.",
+    "vllm=URL",
 )
-@click.option(
+@options.one_of(
     "--engine-pause",
-    type=click.Choice(["wait", "keep", "abort"]),
+    "Whether the engine finishes its requests before it loads a version, goes on with them after, or aborts them.",
+    *("wait", "keep", "abort"),
     default="wait",
-    help="Whether the engine finishes its requests before it loads a version, goes on with them after, or aborts them.",
 )
 @options.switch("--overwrite", "Replace --output if it exists and this command did not write it.")
 @options.model_folder_options
 @options.count("--keep", "With --config: versions to keep.", 2)
-@click.option(
+@options.option(
     "--exec",
-    "command",
-    metavar="COMMAND",
-    help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
+    "Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
     "folder of the version, in AVERAGING_FILE. With --json its output goes to stderr.",
+    "COMMAND",
+    name="command",
 )
 @options.seconds(
     "--exec-timeout", "End the command of --exec after this time; the next gets the newest version.", 300.0
@@ -121,7 +119,6 @@ def follow_command(
       unloaded    version, engine, message, partial: the engine did not load it; it is tried again. While partial is
                   true it is paused, because some of its workers may have a part of a version
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
-      error       message
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
@@ -132,8 +129,6 @@ def follow_command(
             raise click.UsageError(f"{option} needs --output.")
     if given["engine"] is not None and not given["engine"].startswith(ENGINE_KIND):
         raise click.UsageError(f"--engine must be {ENGINE_KIND}http://HOST:PORT.")
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         _run(list(dict.fromkeys(addresses)), output, given, report)
 
@@ -290,7 +285,7 @@ class FollowSession:
             handing_on = f", handing on at {endpoint}" if endpoint else ""
             ready = {"event": "ready", "publishers": publishers, "endpoint": endpoint or None}
             item = ready, f"following {', '.join(publishers)}{handing_on}"
-            self._report.emit(*events.with_metrics(item, self._metrics.endpoint))
+            self._report.emit(*with_metrics(item, self._metrics.endpoint))
             self._control.endpoint = endpoint
             try:
                 async with self._report.waiting(self._describe):
@@ -461,3 +456,60 @@ class FollowSession:
             received, total = map(size, self._progress)
             return f"receiving version {announced.version}: {received} of {total}"
         return "waiting for the next version"
+
+
+# The command of --exec.
+
+END_SECONDS = 5.0
+"""Seconds that a command has to end after SIGTERM, before SIGKILL ends what is left of it."""
+
+
+async def run_command(
+    command: str, environment: Mapping[str, str], timeout: float, *, stdout: int | None = None
+) -> int | None:
+    """Runs a command in a session of its own, so that Ctrl+C on the terminal does not reach it.
+
+    What it leaves in the background when it ends by itself goes on. If its time is over, or this is cancelled, all its
+    processes are ended.
+
+    Args:
+        command: What the shell runs.
+        environment: Added to the environment of this process.
+        timeout: Seconds that it may take.
+        stdout: Descriptor for its output; None for that of this process.
+
+    Returns:
+        Its exit code, which is negative if a signal ended it; None if its time was over.
+    """
+    process = await asyncio.create_subprocess_shell(
+        command,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            return await process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    # A cancellation meanwhile ends all of its session at once.
+    try:
+        _signal(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _signal(group: int, number: int) -> None:
+    with suppress(OSError):  # all have ended
+        os.killpg(group, number)

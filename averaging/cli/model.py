@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events, options
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import WRONG_USAGE, CommandError
-from averaging.cli.files import Output, read
-from averaging.cli.model_folder import BaseFolder, FolderOptions, ModelFolder
+from averaging.cli import options
+from averaging.cli.files import BaseFolder, FolderOptions, ModelFolder, Output, read
+from averaging.cli.running import WRONG_USAGE, CommandError, CommandOutput, Stop, reporting, run
 from averaging.common import VERSION_KEY, counted, plain, size
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from averaging.cli.output import CommandOutput
     from averaging.state import State, StateAssembler
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -65,23 +62,20 @@ def state_command(
       averaging state 192.0.2.7:4222 --output now.safetensors
       averaging peer now.safetensors --run-id demo --join 192.0.2.7:4222 --output mean.safetensors
 
-    Exit codes: 0 done; 1 the download failed; 2 wrong usage; 130, 143 stopped by a signal.
-
     \b
     Events of --json, each with "event":
       started  version, tensors, bytes
       done     version, tensors, bytes, user, output
-      error    message
     """
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         file = Output(output, overwrite=overwrite)
         state = _download(list(dict.fromkeys(addresses)), given, report)
-        user = json.dumps(plain(state.user))  # bytes are in hex there, and NaN is null
-        file.write(state.tensors, {VERSION_KEY: str(state.version), USER_KEY: user})
-        nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-        report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(output)))
+        user = plain(state.user)  # bytes are in hex there, and NaN is null
+        file.write(state.tensors, {VERSION_KEY: str(state.version), USER_KEY: json.dumps(user)})
+        count, nbytes = len(state.tensors), sum(tensor.nbytes for tensor in state.tensors.values())
+        done = {"event": "done", "version": state.version, "tensors": count, "bytes": nbytes, "user": user}
+        text = f"done: version {state.version}, {counted(count, 'tensor')}, {size(nbytes)}, wrote {output}"
+        report.emit({**done, "output": str(output)}, text)
 
 
 @click.command("export")
@@ -107,17 +101,11 @@ def export_command(
       averaging export 192.0.2.7:4222 --config base --output model
       averaging export checkpoint.pt --config base --output model
 
-    Exit codes: 0 done; 1 the download failed, the tensors are not those of the model, or they could not be written;
-    2 wrong usage; 130, 143 stopped by a signal.
-
     \b
     Events of --json, each with "event":
       started  version, tensors, bytes
       done     version (null for a checkpoint without one), tensors, bytes, frozen (tensors from --config), output
-      error    message
     """
-    from averaging.cli.output import reporting
-
     if config is None:
         raise click.UsageError("--config is missing: the folder of the base model, with config.json.")
     with reporting(given["verbose"], as_json=given["as_json"]) as report:
@@ -159,7 +147,9 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
     def on_progress(assembler: StateAssembler) -> None:
         nonlocal reader
         if reader is None:
-            report.emit(*events.started(source, assembler.version, assembler.count, assembler.nbytes))
+            of_state = {"version": assembler.version, "tensors": assembler.count, "bytes": assembler.nbytes}
+            text = f"{source} has version {assembler.version}: {counted(assembler.count, 'tensor')}"
+            report.emit({"event": "started", **of_state}, f"{text}, {size(assembler.nbytes)}")
         reader = assembler
 
     async def fetch(_: Stop) -> State:

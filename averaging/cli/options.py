@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -60,8 +61,8 @@ class CheckedPath(click.Path):
     Before Python 3.14 `Path.exists` raises for such paths: no permission, a name that is too long, a cycle of links.
     """
 
-    def __init__(self, *, dir_okay: bool = True) -> None:
-        super().__init__(path_type=Path, dir_okay=dir_okay)
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = cast(Path, super().convert(value, param, ctx))
@@ -74,25 +75,35 @@ class CheckedPath(click.Path):
         return path
 
 
-# Options that most commands have, of one line each.
+# Declarations of one line each.
 
 
-def switch(flag: str, text: str) -> Callable[[Command], Command]:
-    return click.option(flag, is_flag=True, help=text)
+def option(
+    flag: str, text: str, metavar: str | None = None, *, name: str | None = None, **more: Any
+) -> Callable[[Command], Command]:
+    return click.option(flag, *filter(None, [name]), metavar=metavar, help=text, **more)
+
+
+def switch(flag: str, text: str, *, name: str | None = None) -> Callable[[Command], Command]:
+    return option(flag, text, name=name, is_flag=True)
 
 
 def count(
     flag: str, text: str, default: int | None = None, *, least: int = 1, metavar: str = "N"
 ) -> Callable[[Command], Command]:
-    return click.option(flag, default=default, type=click.IntRange(min=least), metavar=metavar, help=text)
+    return option(flag, text, metavar, default=default, type=click.IntRange(min=least))
 
 
 def seconds(flag: str, text: str, default: float | None = None) -> Callable[[Command], Command]:
-    return click.option(flag, default=default, type=DURATION, metavar="SECONDS", help=text)
+    return option(flag, text, "SECONDS", default=default, type=DURATION)
 
 
 def path(flag: str, metavar: str, text: str, *, required: bool = False) -> Callable[[Command], Command]:
-    return click.option(flag, type=CheckedPath(), required=required, metavar=metavar, help=text)
+    return option(flag, text, metavar, type=CheckedPath(), required=required)
+
+
+def one_of(flag: str, text: str, *words: str, default: str | None = None) -> Callable[[Command], Command]:
+    return option(flag, text, default=default, type=click.Choice(words))
 
 
 def max_bytes_option(text: str) -> Callable[[Command], Command]:
@@ -100,14 +111,12 @@ def max_bytes_option(text: str) -> Callable[[Command], Command]:
 
 
 def model_folder_options(command: Command) -> Command:
-    config = path(
-        "--config",
-        "DIR",
+    text = (
         "Folder of the base model. Its config.json, tokenizer and other files are copied, and its weights, if it has "
-        "some, complete those that the run does not train.",
+        "some, complete those that the run does not train."
     )
-    text = "Divide the weights of a folder between files of at most this size, with an index."
-    return config(count("--max-shard-bytes", text, 5_000_000_000, metavar="BYTES")(command))
+    limit = "Divide the weights of a folder between files of at most this size, with an index."
+    return path("--config", "DIR", text)(count("--max-shard-bytes", limit, 5_000_000_000, metavar="BYTES")(command))
 
 
 def json_value(value: str) -> Any:
@@ -142,15 +151,14 @@ def insecure_option(command: Command) -> Command:
 
 
 def hosts_option(command: Command) -> Command:
-    text = "DNS name of this server, needed if clients use it without TLS and token; repeatable."
-    return click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help=text)(command)
+    text = "DNS name under which clients reach this server, needed without TLS and token; repeatable."
+    return option("--allow-host", text, "NAME", name="hosts", multiple=True)(command)
 
 
 def output_options(command: Command) -> Command:
     verbose = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")
-    return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(
-        verbose(command)
-    )
+    text = "Print events as one JSON object per line; a failure is the event `error` with a message."
+    return switch("--json", text, name="as_json")(verbose(command))
 
 
 def credentials_of(given: dict[str, Any]) -> Credentials:
@@ -180,36 +188,25 @@ def peer_options(command: Command) -> Command:
     Their values are texts, as those of variables are: `PeerConfig` checks both.
     """
     for name, declared in reversed(FLAGS.items()):
-        default = default_text(name)
+        default = as_flag(name, declared.default) if declared.kind is SWITCH else as_text(declared.default)
         text = declared.help_as(as_flag) + (" May be given several times." if name == "join" else "")
-        notes = [f"default: {default}"] * bool(default) + [declared.kind.bounds] * bool(declared.kind.bounds)
-        text += f"  [{'; '.join(notes)}]" if notes else ""
+        notes = "; ".join(filter(None, (default and f"default: {default}", declared.kind.bounds)))
+        text += f"  [{notes}]" if notes else ""
         more = {"is_flag": True} if declared.kind is SWITCH else {"multiple": name == "join", "type": str}
         command = _flag(name, declared, default=None, show_default=False, help=text, **more)(command)
-    return click.option(
-        "--config",
-        type=click.Path(path_type=Path, dir_okay=False),
-        envvar="AVERAGING_CONFIG",
-        metavar="FILE.toml",
-        help="File with options, such as `group_size = 4`. Variables such as AVERAGING_GROUP_SIZE win over it, and the "
-        "command line wins over both.",
-    )(command)
+    text = "File with options, such as `group_size = 4`. Variables such as AVERAGING_GROUP_SIZE win over it, and the "
+    text += "command line wins over both."
+    file = click.Path(path_type=Path, dir_okay=False)
+    return option("--config", text, "FILE.toml", type=file, envvar="AVERAGING_CONFIG")(command)
 
 
-def default_text(name: str) -> str:
-    """The default of an option as --help shows it; empty if that is no value."""
-    value = FLAGS[name].default
-    if isinstance(value, bool):
-        return as_flag(name, value)
+def as_text(value: Any) -> str:
+    """The value of an option as the command line takes it; empty if there is none."""
+    if isinstance(value, CompressionType | Mode):
+        return value.name.lower()
     if isinstance(value, float):
         return f"{value:g}"
-    return str(_plain(value)) if isinstance(value, int | tuple) or (isinstance(value, str) and value) else ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return value.name.lower() if isinstance(value, CompressionType | Mode) else value
+    return ",".join(value) if isinstance(value, tuple) else "" if value in (None, MISSING) else str(value)
 
 
 def peer_config(given: dict[str, Any]) -> PeerConfig:
@@ -235,12 +232,7 @@ def peer_config(given: dict[str, Any]) -> PeerConfig:
 
 
 def read_config(output: Path | None, given: dict[str, Any]) -> PeerConfig:
-    """The options from the file, the environment and the command line, checked together.
-
-    Raises:
-        click.UsageError: They contradict each other.
-        ConfigError: An option is invalid.
-    """
+    """Like `peer_config`, for a command that averages and may write its result to `output`."""
     config = peer_config(given)
     if config.mode is Mode.AUXILIARY and output:
         raise click.UsageError("--mode auxiliary gets no result, so there is nothing to write; leave --output out.")
@@ -254,10 +246,8 @@ def read_config(output: Path | None, given: dict[str, Any]) -> PeerConfig:
 def _check_receipts(path: Path) -> None:
     # Refuses a name that cannot be meant. Whether the file can be written shows later, and stops no round.
     CheckedPath().convert(path, None, None)
-    if path.is_dir():
-        raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
-    if not path.parent.is_dir():
-        raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.UsageError(f"--receipts: {path} is a directory, or is in none; give a file in one that exists.")
     beginning = b""
     with suppress(OSError):  # it may be a FIFO, or not readable
         if path.is_file():
@@ -274,5 +264,5 @@ def join_command(file: Path, config: PeerConfig) -> list[str]:
     for name, declared in FLAGS.items():
         value = getattr(config, name)
         if declared.shared and value != getattr(defaults, name):
-            command += [as_flag(name), str(_plain(value))]
+            command += [as_flag(name), as_text(value)]
     return command

@@ -1,20 +1,44 @@
-"""`averaging peer`: a process that averages the tensors of a file with the other peers of a run."""
+"""`averaging peer`, which averages the tensors of a file with the other peers of a run, and `averaging leave`."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events, options
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped
+from averaging.cli import options
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
-from averaging.common import compute_in_one_thread, counted, keep_freed_memory
+from averaging.cli.running import (
+    WRONG_USAGE,
+    CommandError,
+    CommandOutput,
+    Item,
+    Stop,
+    Stopped,
+    check_address,
+    reporting,
+    run,
+    with_metrics,
+)
+from averaging.common import (
+    CLIENT_PREFIX,
+    compute_in_one_thread,
+    counted,
+    duration,
+    is_loopback,
+    keep_freed_memory,
+    listed,
+    parse_address,
+    plain,
+    size,
+)
 from averaging.config import NonFinite
+from averaging.errors import printable
 from averaging.protocol import Mode, pack_gather
 from averaging.receipts import Outcome, Receipt
 
@@ -22,9 +46,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from averaging.cli.output import CommandOutput
     from averaging.config import PeerConfig
+    from averaging.control import LeaveStep
+    from averaging.discovery.gossip import Waiting
     from averaging.peer import Peer
+    from averaging.rpc import Credentials
+    from averaging.seeds import FoundSeeds
+    from averaging.tensors import Schema
 
 
 @click.command("peer", cls=options.PeerCommand)
@@ -34,20 +62,12 @@ if TYPE_CHECKING:
 @options.switch("--serve", "Continue after the rounds: average and share the state until Ctrl+C or SIGTERM.")
 @options.path("--output", "OUT.safetensors", "File for the average, written after all rounds; with --serve after each.")
 @options.switch("--overwrite", "Let --output replace a file that exists, FILE included.")
-@click.option(
-    "--only",
-    multiple=True,
-    metavar="PATTERN",
-    help="Average only tensors with such names, for example '*.lora_*', and keep the others as they are; may be given "
-    "several times.",
-)
-@click.option(
-    "--exclude", multiple=True, metavar="PATTERN", help="Keep tensors with such names as they are; may be repeated."
-)
-@click.option("--weight", default=1.0, type=options.NOT_NEGATIVE, metavar="W", help="Weight of FILE in the average.")
-@click.option("--gather", type=options.json_value, metavar="JSON", help="A value that the members of each round get.")
+@options.option("--only", "Average only tensors with such names, as '*.lora_*'; repeatable.", "PATTERN", multiple=True)
+@options.option("--exclude", "Keep tensors with such names as they are; repeatable.", "PATTERN", multiple=True)
+@options.option("--weight", "Weight of FILE in the average.", "W", default=1.0, type=options.NOT_NEGATIVE)
+@options.option("--gather", "A value that the members of each round get.", "JSON", type=options.json_value)
 @options.count("--retries", "Retries after failed rounds in a row.", 2, least=0)
-@click.option("--interval", default=0.0, type=options.NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
+@options.option("--interval", "Pause after each round.", "SECONDS", default=0.0, type=options.NOT_NEGATIVE)
 @options.output_options
 def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Averages the tensors of FILE.safetensors with the other peers of a run.
@@ -96,10 +116,7 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
       unwritten  round, output, message: for example a full disk; --serve tries again after the next round
       serving  rounds, output (null if nothing was written): --rounds are done, --serve continues
       done     rounds, output
-      error    message
     """
-    from averaging.cli.output import reporting
-
     config = options.read_config(output, given)
     with reporting(verbose, as_json=as_json) as report:
         _run(file, output, config, given, report)
@@ -132,7 +149,7 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.emit(*events.done(session.rounds, session.output, why_not))
+    report.emit(*done(session.rounds, session.output, why_not))
 
 
 def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
@@ -156,8 +173,8 @@ def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, st
         document.tensors,
         config=config,
         context=PeerContext(
-            on_joining=lambda waiting: report.note(*events.joining(waiting)),
-            on_found=lambda found: report.note(*events.found_seeds(found)),
+            on_joining=lambda waiting: report.note(*joining(waiting)),
+            on_found=lambda found: report.note(*found_seeds(found)),
             on_leave=lambda: stop.request(signal.SIGTERM),
         ),
         # Elastic torchrun jobs of the run may meet here.
@@ -206,8 +223,8 @@ class CommandSession:
             in_etcd = bool(peer.config.etcd)
             command = [*plan.join_command, *([] if in_etcd else ["--join", peer.endpoint])]
             mode = peer.config.mode.name.lower()
-            ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept, in_etcd=in_etcd)
-            self._report.emit(*events.with_metrics(ready, peer.metrics_endpoint))
+            item = ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept, in_etcd=in_etcd)
+            self._report.emit(*with_metrics(item, peer.metrics_endpoint))
             await self._average_until_done(stop)
             stop.wait = lambda: True  # leaving takes at most a second
 
@@ -224,7 +241,7 @@ class CommandSession:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                self._report.emit(*events.retry(self._name, self.rounds + 1, receipt))
+                self._report.emit(*retry(self._name, self.rounds + 1, receipt))
             else:
                 raise CommandError(self._failure_text(receipt))
             if not plan.serve and plan.rounds is not None and self.rounds >= plan.rounds:
@@ -235,14 +252,14 @@ class CommandSession:
 
     @property
     def _name(self) -> str:
-        return events.round_name(self.rounds + 1, self._plan.rounds)
+        return round_name(self.rounds + 1, self._plan.rounds)
 
     async def _attempt(self) -> Receipt:
         def describe() -> str:
             status = self._peer.status
             if status.members:
                 return f"{self._name}: averaging with {len(status.members) - 1} others"
-            return events.looking(self._name, status.known_peers - 1)
+            return looking(self._name, status.known_peers - 1)
 
         async with self._report.waiting(describe):
             return await self._peer.average(weight=self._plan.weight, gather=self._plan.gather)
@@ -250,12 +267,12 @@ class CommandSession:
     async def _finish_round(self, receipt: Receipt) -> None:
         name = self._name
         self.rounds += 1
-        self._report.emit(*events.averaged(name, self.rounds, self._peer.endpoint, receipt))
+        self._report.emit(*averaged(name, self.rounds, self._peer.endpoint, receipt))
         reached = self.rounds == self._plan.rounds
         if self._plan.serve or reached:
             await self._write()
         if self._plan.serve and reached:
-            self._report.emit(*events.serving(self.rounds, self.output))
+            self._report.emit(*serving(self.rounds, self.output))
 
     async def _write(self) -> None:
         if self._output is None:
@@ -275,14 +292,14 @@ class CommandSession:
                 raise
             # Other peers depend on this peer, and the disk may have space again after the next round.
             self.unwritten = error.message
-            self._report.emit(*events.unwritten(self.rounds - 1, str(self._output.path), error.message))
+            self._report.emit(*unwritten(self.rounds - 1, str(self._output.path), error.message))
         finally:
             self._writing = False
         if cancelled:
             raise asyncio.CancelledError
 
     def _failure_text(self, receipt: Receipt) -> str:
-        text = events.not_averaged(self._name, receipt)
+        text = not_averaged(self._name, receipt)
         if receipt.outcome is Outcome.FAILED:
             text += f" ({counted(self._plan.retries + 1, 'round')} failed in a row; --retries allows more)"
         return f"{text}. Nothing was written"
@@ -297,3 +314,254 @@ async def _until_done(task: asyncio.Task[None]) -> bool:
         except asyncio.CancelledError:
             cancelled = True
     return cancelled
+
+
+# What is printed: an event for --json, and the same as text for people.
+
+
+def joining(waiting: Waiting) -> Item:
+    """The peer still waits for an answer from one of --join."""
+    event = {
+        "event": "joining",
+        "seconds": round(waiting.seconds, 3),
+        "timeout": waiting.timeout,
+        "waiting_for": dict(waiting.reasons),
+    }
+    return event, f"joining: {printable(str(waiting))}; --join-timeout limits this"
+
+
+def found_seeds(found: FoundSeeds) -> Item:
+    """A source in --join has answered, or failed, otherwise than before."""
+    event = {
+        "event": "seeds",
+        "source": found.source,
+        "addresses": list(found.addresses),
+        "own": list(found.own),
+        "failure": found.failure or None,
+    }
+    return event, printable(str(found), 1000)
+
+
+def ready(
+    endpoint: str,
+    run_id: str,
+    mode: str,
+    schema: Schema,
+    join_command: Sequence[str],
+    kept: Sequence[str] = (),
+    *,
+    in_etcd: bool = False,
+) -> Item:
+    """The peer serves and is part of its run; how other peers join it, or the run if that meets in etcd."""
+    is_client = endpoint.startswith(CLIENT_PREFIX)
+    event = {
+        "event": "ready",
+        "endpoint": endpoint,
+        "join": None if is_client or in_etcd else endpoint,
+        "run_id": run_id,
+        "mode": mode,
+        "schema_hash": schema.hash.hex(),
+        "tensors": len(schema.tensors),
+        "bytes": schema.nbytes,
+        "kept": list(kept),
+    }
+    text = (
+        f"{endpoint} is up in run {printable(run_id)}: "
+        f"{counted(len(schema.tensors), 'tensor')}, {size(schema.nbytes)}, schema {schema.hash.hex()[:8]}"
+    )
+    if kept:
+        text += f"\nnot averaged, but kept as they are: {listed(kept)}"
+    if is_client and not in_etcd:
+        return event, f"{text}\nother peers cannot join through it: it is a client"
+    if not is_client and is_loopback(parse_address(endpoint)[0]):
+        where = "in another terminal of this machine (for other machines, --listen on an address that they can reach)"
+    else:
+        where = "with --listen on an address that other peers can reach, or with --mode client"
+    return event, f"{text}\njoin {'its run' if in_etcd else 'it'} {where}:\n  {shlex.join(join_command)}"
+
+
+def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
+    """Round `number`, counted from 1, averaged; `endpoint` is that of this peer."""
+    gathered = {member: plain(value) for member, value in receipt.gathered.items()}
+    event = {
+        "event": "round",
+        "round": number,
+        "group_id": receipt.group_id.hex(),
+        **_members(receipt),
+        "gathered": gathered,
+        "seconds": round(receipt.seconds, 6),
+        "allreduce_seconds": round(receipt.allreduce_seconds, 6),
+        "bytes_sent": receipt.bytes_sent,
+        "bytes_received": receipt.bytes_received,
+        "part_bytes_sent": receipt.part_bytes_sent,
+        "part_bytes_received": receipt.part_bytes_received,
+        "kept_local": receipt.kept_local,
+        "clamped": receipt.clamped,
+        "state_version": receipt.state_version,
+    }
+    others = listed([printable(member) for member in receipt.members if member != endpoint])
+    lines = [
+        f"{name}: averaged with {others} in {duration(receipt.seconds)} "
+        f"(all-reduce {duration(receipt.allreduce_seconds)}, {size(receipt.bytes_sent)} sent, "
+        f"{size(receipt.bytes_received)} received)"
+    ]
+    lines += [
+        f"  {printable(member)} sent {printable(str(data))}" for member, data in gathered.items() if data is not None
+    ]
+    lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]
+    if receipt.kept_local:
+        lines.append(f"  {counted(receipt.kept_local, 'element')} kept the local value, because their reducer was lost")
+    if receipt.clamped:
+        lines.append(f"  {receipt.clamped_text}")
+    return event, "\n".join(lines)
+
+
+def retry(name: str, number: int, receipt: Receipt) -> Item:
+    event = {
+        "event": "retry",
+        "round": number,
+        "outcome": receipt.outcome.value,
+        "message": receipt.reason,
+        **_members(receipt),
+        "seconds": round(receipt.seconds, 6),
+    }
+    return event, not_averaged(name, receipt)
+
+
+def unwritten(number: int, output: str, message: str) -> Item:
+    event = {"event": "unwritten", "round": number, "output": output, "message": message}
+    return event, f"{message}; averaging continues, and the file is tried again after the next round"
+
+
+def serving(rounds: int, output: str | None) -> Item:
+    event = {"event": "serving", "rounds": rounds, "output": output}
+    return event, f"{counted(rounds, 'round')} done, continuing until Ctrl+C"
+
+
+def done(rounds: int, output: str | None, why_not: str) -> Item:
+    text = f"wrote {output}" if output else f"nothing written: {why_not}"
+    return {"event": "done", "rounds": rounds, "output": output}, f"done: {counted(rounds, 'round')}, {text}"
+
+
+# Texts without an event.
+
+
+def round_name(number: int, rounds: int | None) -> str:
+    return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
+
+
+def looking(name: str, known: int) -> str:
+    return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
+
+
+def not_averaged(name: str, receipt: Receipt) -> str:
+    reason = printable(receipt.reason)
+    if receipt.outcome is Outcome.NO_GROUP:
+        return f"{name}: no group within {receipt.seconds:.1f} s: {reason}"
+    return f"{name}: failed after {receipt.seconds:.1f} s: {reason}"
+
+
+def _members(receipt: Receipt) -> dict[str, Any]:
+    return {
+        "members": list(receipt.members),
+        "dropped": [dropped.endpoint for dropped in receipt.dropped],
+        "dropped_reasons": {dropped.endpoint: dropped.reason for dropped in receipt.dropped},
+    }
+
+
+@click.command("leave")
+@click.argument("address", type=options.DIALLED, metavar="HOST:PORT")
+@options.seconds("--timeout", "Give up waiting after this time. The peer leaves all the same.", 120.0)
+@options.security_options
+@options.output_options
+def leave_command(address: str, timeout: float, as_json: bool, verbose: int, **given: Any) -> None:
+    r"""Ends the peer at HOST:PORT in order, and waits until it has left its run.
+
+    The peer begins no further group, ends its round, and lets newcomers that download its state end (for at most 20 s);
+    then it withdraws its records, and its process ends as with SIGTERM, also a training process and the torchrun that
+    has started it. The other peers lose nothing. See docs/how-to/end-a-run.md.
+
+    It is for the owner of the peer: its user, or root, on its machine; with TLS also the holder of a certificate for
+    the host of HOST:PORT. In a run with a token or TLS, the options for them are needed in each case.
+
+    \b
+    On the peer's machine, for example before a reboot, and from elsewhere:
+      averaging leave 127.0.0.1:4222
+      averaging leave a.example.org:4222 --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
+
+    \b
+    Events of --json, each with "event":
+      leaving  endpoint, run_id, step: round, downloads or closing
+      left     endpoint, run_id
+    """
+    asked: list[LeaveStep] = []
+
+    async def leave(_: Stop) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await _leave(address, options.credentials_of(given), report, asked)
+        except TimeoutError:
+            raise _not_yet(address, timeout, asked) from None
+
+    with reporting(verbose, as_json=as_json) as report:
+        try:
+            run(leave)
+        except Stopped as stop:
+            raise Stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
+
+
+def _not_yet(address: str, timeout: float, asked: list[LeaveStep]) -> CommandError:
+    if not asked:
+        return CommandError(f"{address} has not answered within {timeout:g} s (--timeout); {check_address()}")
+    doing = DOING[asked[-1].name]
+    return CommandError(f"{address} has not left after {timeout:g} s (--timeout): {doing}. It leaves when that is over")
+
+
+DOING = {
+    "ROUND": "it ends its round",
+    "DOWNLOADS": "newcomers download its state",
+    "CLOSING": "it withdraws its records",
+}
+
+
+async def _leave(address: str, credentials: Credentials, report: CommandOutput, asked: list[LeaveStep]) -> None:
+    from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
+    from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, refusal_cause
+    from averaging.rpc import RpcChannel
+
+    try:
+        async with (
+            RpcChannel(address, credentials=credentials) as channel,
+            aclosing(channel.stream(LEAVE, LEAVE_REQUEST)) as replies,
+        ):
+            async for reply in replies:
+                step = step_of(reply)
+                if step not in asked:
+                    asked.append(step)
+                    _tell(step, printable(reply.endpoint, 256), printable(reply.run_id, 128), report)
+                if step is LeaveStep.LEFT:
+                    return
+    except PeerUnreachableError as error:
+        if asked:
+            raise _lost(address, asked, str(error)) from None
+        raise
+    except AveragingError as error:
+        if refusal_cause(error) is RefusalCause.NOT_SERVED:
+            text = "it does not leave on request: its program, or its release, does not serve that; send it SIGTERM"
+            raise CommandError(f"{address}: {text}") from None
+        raise
+    raise _lost(address, asked, "it ended the call")
+
+
+def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
+    last = f"the last it said was: {DOING[asked[-1].name]}" if asked else "it said nothing"
+    return CommandError(f"{address} was lost before it had left ({why}); {last}")
+
+
+def _tell(step: LeaveStep, endpoint: str, run_id: str, report: CommandOutput) -> None:
+    name, run = step.name.lower(), f" run {run_id}" if run_id else ""
+    peer = {"endpoint": endpoint, "run_id": run_id}
+    if name == "left":
+        report.emit({"event": "left", **peer}, f"{endpoint} has left{run}")
+    else:
+        report.note({"event": "leaving", "step": name, **peer}, f"{endpoint} leaves{run}: {DOING[step.name]}")

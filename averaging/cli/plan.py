@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from averaging.cli.options import KindType
+from averaging.cli.options import KindType, count, one_of, option, switch
 from averaging.common import choice, duration, number, size
 from averaging.protocol import CHANGE_COMPRESSIONS
 
@@ -15,33 +15,25 @@ COUNT = KindType(number(least=1, most=1e15, metavar="N"))
 
 
 @click.command("plan")
-@click.option("--parameters", type=COUNT, required=True, metavar="N", help="Trained elements of the model, as 1.2e9.")
-@click.option("--dtype", default="fp32", metavar="[fp64|fp32|fp16|bf16]", help="Their dtype.")
-@click.option(
-    "--strategy",
-    default="diloco",
-    type=click.Choice(["diloco", "local_sgd", "gradient_averaging"]),
-    help="What is averaged.",
-)
-@click.option(
+@option("--parameters", "Trained elements of the model, as 1.2e9.", "N", type=COUNT, required=True)
+@option("--dtype", "Their dtype.", "[fp64|fp32|fp16|bf16]", default="fp32")
+@one_of("--strategy", "What is averaged.", "diloco", "local_sgd", "gradient_averaging", default="diloco")
+@count(
     "--sync-every",
-    default=100,
-    type=click.IntRange(min=1),
+    "Local steps between two rounds; with gradient_averaging batches of a peer for a global step.",
+    100,
     metavar="H",
-    help="Local steps between two rounds; with gradient_averaging batches of a peer for a global step.",
 )
-@click.option("--compression", default="none", type=KindType(choice(CHANGE_COMPRESSIONS)), help="Code on the wire.")
-@click.option("--peers", default=8, type=click.IntRange(2, 4096), metavar="N", help="Peers of a group.")
-@click.option(
+@option("--compression", "Code on the wire.", default="none", type=KindType(choice(CHANGE_COMPRESSIONS)))
+@option("--peers", "Peers of a group.", "N", default=8, type=click.IntRange(2, 4096))
+@option(
     "--link",
+    "Link of each peer and its round trip; the slower direction of the slowest peer.",
+    "RATE/MS",
     default="100Mbit/20ms",
-    metavar="RATE/MS",
-    help="Link of each peer and its round trip, as 300Mbit/40ms; the slower direction of the slowest peer.",
 )
-@click.option(
-    "--step-seconds", default=1.0, type=KindType(number(above=0)), metavar="SECONDS", help="Seconds of a local step."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--step-seconds", "Seconds of a local step.", "SECONDS", default=1.0, type=KindType(number(above=0)))
+@switch("--json", "Print one JSON object.", name="as_json")
 def plan_command(*, as_json: bool, **given: Any) -> None:
     r"""Reckons what a run will cost each peer: bytes, seconds, share of the time without training, memory.
 
@@ -51,8 +43,6 @@ def plan_command(*, as_json: bool, **given: Any) -> None:
     1.2 billion parameters between eight machines on lines of 300 Mbit/s:
       averaging plan --parameters 1.2e9 --dtype bf16 --strategy diloco --sync-every 100 --compression int8 \
           --peers 8 --link 300Mbit/40ms --step-seconds 1.4
-
-    Exit codes: 0 done; 2 wrong usage.
     """
     from averaging.plan import PeerLink, RunPlan, StrategyKind, estimate, parse_dtype
 

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import Stopped
 from averaging.cli.options import credentials_of, flag, insecure_option, output_options, security_options
+from averaging.cli.running import CommandOutput, Stop, Stopped, reporting, run, with_metrics
 
 if TYPE_CHECKING:
-    from averaging.cli.output import CommandOutput
     from averaging.rpc import Credentials
 
 
@@ -42,15 +39,10 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
         --rdzv-endpoint=127.0.0.1:29400 --rdzv-id=job train.py
       (the same command again)
 
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken; 2 wrong usage, or unreadable files.
-
     \b
     Events of --json, each with "event":
       ready    endpoint, with --metrics-listen also metrics (its address)
-      error    message
     """
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report, suppress(Stopped):
 
         async def serve(_: Stop) -> None:
@@ -75,5 +67,5 @@ async def _serve(
     async with MetricsListener(metrics_listen, "the register", REGISTER_METRICS, sample) as metrics, server:
         command = f"--rdzv-backend=averaging --rdzv-endpoint={server.endpoint}"
         ready = {"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}"
-        report.emit(*events.with_metrics(ready, metrics.endpoint))
+        report.emit(*with_metrics(ready, metrics.endpoint))
         await asyncio.Event().wait()

@@ -10,14 +10,20 @@ from urllib.parse import quote
 
 import click
 
-from averaging.cli import events
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped
-from averaging.cli.options import CheckedPath, flag, json_value, output_options, security_options
+from averaging.cli import options
+from averaging.cli.running import (
+    CommandError,
+    CommandOutput,
+    Stop,
+    Stopped,
+    not_installed,
+    reporting,
+    run,
+    with_metrics,
+)
 from averaging.errors import printable
 
 if TYPE_CHECKING:
-    from averaging.cli.output import CommandOutput
     from averaging.rl.feed import CommandEvent
 
 SAMPLING = ("temperature", "max_tokens")
@@ -28,57 +34,33 @@ LOOPBACK = "127.0.0.1,localhost"
 
 
 @click.command("rollouts")
-@click.option("--environment", required=True, metavar="NAME", help="Package or module of the environment.")
-@click.option("--engine", required=True, metavar="URL", help="The engine: averaging serve, or vLLM.")
-@click.option("--feed", required=True, metavar="URL", help="The feed that takes the groups.")
-@click.option(
-    "--environment-args",
-    metavar="JSON",
-    help="The environment's own settings, as verifiers has them under --env, for example "
-    '\'{"taskset": {"split": "train"}}\'.',
+@options.option("--environment", "Package or module of the environment.", "NAME", required=True)
+@options.option("--engine", "The engine: averaging serve, or vLLM.", "URL", required=True)
+@options.option("--feed", "The feed that takes the groups.", "URL", required=True)
+@options.option("--environment-args", "The environment's own settings, as verifiers has them under --env.", "JSON")
+@options.count("--group-size", "Rollouts of each task.", 8)
+@options.count("--sequences", "Sequences of each rollout that are trained: more than 1 if several agents are.", 1)
+@options.option("--tokenizer", "The model whose tokenizer is used.  [default: what the engine tells]", "DIR|NAME")
+@options.option(
+    "--renderer", "Renderer of the chat template, as qwen3.  [default: by the name, else the template]", "NAME"
 )
-@click.option("--group-size", default=8, type=click.IntRange(min=1), metavar="N", help="Rollouts of each task.")
-@click.option(
-    "--sequences",
-    default=1,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Sequences of each rollout that are trained: more than 1 if several agents are.",
-)
-@click.option(
-    "--tokenizer", metavar="DIR|NAME", help="The model whose tokenizer is used.  [default: what the engine tells]"
-)
-@click.option(
-    "--renderer",
-    metavar="NAME",
-    help="Renderer of the chat template, for example qwen3.  [default: by the tokenizer's name, else its template]",
-)
-@click.option("--model", metavar="NAME", help="Model of the engine.  [default: the first]")
-@click.option("--temperature", default=1.0, type=click.FloatRange(min=0), metavar="X", help="Of sampling.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Limit of each reply; one that reaches it is cut off, see --truncated.  [default: the model's length]",
-)
-@click.option(
-    "--sampling-args", metavar="JSON", help="Further parameters of the engine, for example '{\"top_k\": 50}'."
-)
-@click.option(
+@options.option("--model", "Model of the engine.  [default: the first]", "NAME")
+@options.option("--temperature", "Of sampling.", "X", default=1.0, type=click.FloatRange(min=0))
+@options.count("--max-tokens", "Limit of each reply; one that reaches it is cut off.  [default: the model's length]")
+@options.option("--sampling-args", "Further parameters of the engine, for example '{\"top_k\": 50}'.", "JSON")
+@options.one_of(
     "--truncated",
-    type=click.Choice(["drop", "mask", "train"]),
-    default="drop",
-    help="Rollouts that a limit has cut off: made again and at last dropped with their group; posted with all tokens "
+    "Rollouts that a limit has cut off: made again and at last dropped with their group; posted with all tokens "
     "masked; or posted like others, but marked in overrides.",
+    *("drop", "mask", "train"),
+    default="drop",
 )
-@click.option("--concurrency", default=32, type=click.IntRange(min=1), metavar="N", help="Rollouts at one time.")
-@click.option("--max-groups", type=click.IntRange(min=1), metavar="N", help="End after posting so many groups.")
-@click.option(
-    "--engine-token-file", type=CheckedPath(dir_okay=False), metavar="FILE", help="File with the engine's token."
-)
-@flag("metrics_listen")
-@security_options
-@output_options
+@options.count("--concurrency", "Rollouts at one time.", 32)
+@options.count("--max-groups", "End after posting so many groups.")
+@options.path("--engine-token-file", "FILE", "File with the engine's token.")
+@options.flag("metrics_listen")
+@options.security_options
+@options.output_options
 def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Makes rollouts of an environment of verifiers and posts them to a feed.
 
@@ -108,10 +90,6 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
 
     The security options are for the feed; --tls-ca is used for an https engine too.
 
-    Exit codes: 0 --max-groups are posted, or stopped by Ctrl+C or SIGTERM; 1 the feed or the engine refuses, or ten
-    groups were dropped one after the other; 2 wrong usage, or the environment or tokenizer cannot be used;
-    130, 143 stopped by a signal during the start.
-
     \b
     Events of --json, each with "event":
       loading    environment
@@ -126,10 +104,7 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
       away       what (engine, feed, environment), url (or name), message
       back       what, url
       done       groups, rollouts, stale, dropped, failed (number by reason), waiting (complete and not posted)
-      error      message
     """
-    from averaging.cli.output import reporting
-
     for name in ("environment_args", "sampling_args"):
         given[name] = _json_object(name, given[name])
     with reporting(verbose, as_json=as_json) as report:
@@ -137,7 +112,7 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
-    value = {} if text is None else json_value(text)
+    value = {} if text is None else options.json_value(text)
     if not isinstance(value, dict):
         raise click.UsageError(f"--{name.replace('_', '-')} must be a JSON object, for example '{{\"seed\": 1}}'.")
     return value
@@ -149,9 +124,7 @@ def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None
         from averaging.rl.feed import split_url
         from averaging.rl.rollouts import ROLLOUT_METRICS, RolloutOptions, Rollouts, TruncatedMode
     except ModuleNotFoundError as error:
-        raise CommandError(
-            f"{error.name} is not installed; run: pip install 'averaging[rollouts]'", WRONG_USAGE
-        ) from None
+        raise not_installed(error, "rollouts") from None
     from averaging.metrics import MetricsListener
     from averaging.security import read_tokens
 
@@ -177,7 +150,7 @@ def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None
         run(make)
     except Stopped as stop:
         if rollouts is None or not rollouts.started:
-            raise CommandError("stopped during the start", 128 + stop.number) from None
+            raise CommandError("stopped during the start", stop.exit_code) from None
     if rollouts is not None:
         _report(rollouts.summary(), report, "", as_json=as_json)
 
@@ -200,7 +173,7 @@ def _report(event: CommandEvent, report: CommandOutput, metrics: str, *, as_json
     if event.name == "failed" and not as_json and not _is_told(event.fields["number"]):
         return
     item = event.as_json(), printable(event.text, 2000)
-    report.emit(*(events.with_metrics(item, metrics) if event.name == "ready" else item))
+    report.emit(*(with_metrics(item, metrics) if event.name == "ready" else item))
 
 
 def _is_told(number: int) -> bool:

@@ -8,24 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import serve
-from averaging.cli.failure import WRONG_USAGE, CommandError
-from averaging.cli.options import (
-    JOINED,
-    CheckedPath,
-    credentials_of,
-    flag,
-    hosts_option,
-    insecure_option,
-    output_options,
-    security_options,
-)
+from averaging.cli import options
+from averaging.cli.running import CommandOutput, not_installed, reporting, serve
 from averaging.errors import printable
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-    from averaging.cli.output import CommandOutput
     from averaging.engine import EngineServer, Unfollowed, VersionLoaded
     from averaging.weights import FollowerOptions
 
@@ -33,49 +22,35 @@ EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 
 
 @click.command("serve")
-@click.argument("folder", type=CheckedPath(), metavar="MODEL_DIR")
-@click.option(
+@click.argument("folder", type=options.CheckedPath(), metavar="MODEL_DIR")
+@options.option(
     "--follow",
-    "addresses",
-    type=JOINED,
+    "Take each version of the weights that the peer there publishes; repeatable, then the next one is followed if one "
+    "is lost.",
+    "HOST:PORT",
+    name="addresses",
+    type=options.JOINED,
     multiple=True,
-    metavar="HOST:PORT",
-    help="Take each version of the weights that the peer there publishes; repeatable, then the next one is followed if "
-    "one is lost.",
 )
-@flag("run_id", help="With --follow: follow only the weights of this run.")
-@click.option(
-    "--run-token-file",
-    type=CheckedPath(),
-    metavar="FILE",
-    help="With --follow: file with the run's tokens. That of --token-file is for the clients of this server.",
+@options.flag("run_id", help="With --follow: follow only the weights of this run.")
+@options.path(
+    "--run-token-file", "FILE", "With --follow: the run's tokens. Those of --token-file are for this server's clients."
 )
-@click.option("--name", metavar="NAME", help="The model's name in requests.  [default: that of MODEL_DIR]")
-@flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
-@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: cuda if there is a GPU, else cpu]")
-@click.option(
+@options.option("--name", "The model's name in requests.  [default: that of MODEL_DIR]", "NAME")
+@options.flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
+@options.option("--device", "cpu, cuda or cuda:N.  [default: cuda if there is a GPU, else cpu]", "DEVICE")
+@options.one_of(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    "Of the weights; auto takes that of MODEL_DIR. Published weights are converted.",
+    *("auto", "float32", "bfloat16", "float16"),
     default="auto",
-    help="Of the weights; auto takes that of MODEL_DIR. Published weights are converted.",
 )
-@click.option(
-    "--batch",
-    default=16,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Sequences that are generated at once, and that one request may ask for.",
-)
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens that a sequence may have with its prompt.  [default: what config.json says]",
-)
-@hosts_option
-@security_options
-@insecure_option
-@output_options
+@options.count("--batch", "Sequences that are generated at once, and that one request may ask for.", 16)
+@options.count("--max-model-len", "Tokens of a sequence with its prompt.  [default: what config.json says]")
+@options.hosts_option
+@options.security_options
+@options.insecure_option
+@options.output_options
 def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves the language model in MODEL_DIR with OpenAI's API, on the CPU or one GPU.
 
@@ -111,23 +86,16 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     The first Ctrl+C or SIGTERM lets requests in progress finish, for 10 s.
 
     \b
-    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed; 2 wrong usage, or the model
-    cannot be loaded, or the run publishes another model; 130, 143 stopped by a signal during the start.
-
-    \b
     Events of --json, each with "event":
       ready       url, model, following
       version     version, digest, bytes, of_folder (tensors that the run does not publish), seconds
       unfollowed  version, message: no version comes, or one cannot be used, for this reason; it, or the next, is tried
       done
-      error       message
     """
     if not addresses:
         for option in ("run_id", "run_token_file"):
             if given[option] is not None:
                 raise click.UsageError(f"--{option.replace('_', '-')} needs --follow.")
-    from averaging.cli.output import reporting
-
     with reporting(verbose, as_json=as_json) as report:
         _run(folder, list(dict.fromkeys(addresses)), given, report)
 
@@ -153,7 +121,7 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
             **{option: given[option] for option in of_access},
         )
     except ModuleNotFoundError as error:
-        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[serve]'", WRONG_USAGE) from None
+        raise not_installed(error, "serve") from None
 
     async def start(stack: AsyncExitStack) -> EngineServer:
         await stack.enter_async_context(server)
@@ -168,7 +136,7 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
 def _follower_options(addresses: list[str], given: dict[str, Any]) -> FollowerOptions:
     from averaging.weights import FollowerOptions
 
-    credentials = credentials_of({**given, "token_file": given["run_token_file"]})
+    credentials = options.credentials_of({**given, "token_file": given["run_token_file"]})
     return FollowerOptions(join=addresses, run_id=given["run_id"] or "", credentials=credentials, listen=None)
 
 

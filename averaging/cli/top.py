@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import CommandError, Stopped, check_address
-from averaging.cli.options import SECURITY, credentials_of, security_options
+from averaging.cli.options import SECURITY, credentials_of, security_options, switch
+from averaging.cli.running import CommandError, Stop, Stopped, check_address, run
 
 if TYPE_CHECKING:
     from averaging.monitor import Collector, RunSnapshot
@@ -38,8 +37,8 @@ async def collector_of(join: Sequence[str], given: dict[str, Any], *, receipts: 
 
 @click.command("top")
 @click.argument("addresses", nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option("--json", "as_json", is_flag=True, help="Print one snapshot as a JSON object, and end.")
-@click.option("--once", is_flag=True, help="Print one table, and end; so it does too where no terminal is.")
+@switch("--json", "Print one snapshot as a JSON object, and end.", name="as_json")
+@switch("--once", "Print one table, and end; so it does too where no terminal is.")
 @security_options
 def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **given: Any) -> None:
     r"""Shows the run of the peer at HOST:PORT: its peers, steps, rounds, bytes, and who waits for whom.
@@ -61,9 +60,6 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
       averaging top a.example:4222 --tls-ca ca.pem --tls-cert me.pem --tls-key me.key --token-file tokens
 
     docs/operate/top.md explains the columns and the fields of --json.
-
-    Exit codes: 0 ended by q or Ctrl+C, or the snapshot was printed; 1 no peer answered; 2 wrong usage; 130, 143 stopped
-    by a signal before the snapshot was printed.
     """
     if as_json and once:
         raise click.UsageError("--json and --once each print one snapshot; give one of them.")

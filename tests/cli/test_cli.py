@@ -332,7 +332,7 @@ def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
         assert process.wait(DEADLINE) == 0, shown.decode()
     os.close(master)
     assert b"looking for a group" in shown
-    assert b"\x1b[?25l" in shown  # a spinner hides the cursor
+    assert b"\r\x1b[K" in shown  # the line changes in its place
     assert f"averaged with {join} in".encode() in shown
     assert b"INFO averaging" in shown
     assert b"Traceback" not in shown

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
-from averaging.cli.failure import CommandError
 from averaging.cli.files import Document, Output, read
+from averaging.cli.running import CommandError
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
 

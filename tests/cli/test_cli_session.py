@@ -17,11 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from averaging.cli import peer as sessions
-from averaging.cli.exits import Stop, run
-from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import Document, Output
-from averaging.cli.output import CommandOutput
 from averaging.cli.peer import CommandSession, RoundPlan
+from averaging.cli.running import CommandError, CommandOutput, Stop, Stopped, run
 from averaging.errors import TensorError
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode

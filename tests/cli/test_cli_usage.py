@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 import averaging
 from averaging.cli import main
 from averaging.cli.ca import ca_command
-from averaging.cli.exits import DEFAULTS, run, starting
-from averaging.cli.failure import CommandError, failure_of
 from averaging.cli.options import FLAGS, join_command
 from averaging.cli.peer import peer_command
+from averaging.cli.running import DEFAULTS, CommandError, failure_of, run, starting
 from averaging.common import as_flag, spelling
 from averaging.config import NonFinite, PeerConfig, option_names
 from averaging.errors import ConfigError, StateError
@@ -110,9 +109,9 @@ def test_a_wrong_option_is_named_with_its_remedy(
         (["state", "127.0.0.1:1", "--output", "x", "--max-bytes", "0"], "--max-bytes"),
         (
             ["peer", "a.safetensors", "--run-id", "demo", "--receipts", "nowhere/a.jsonl"],
-            "no directory nowhere; make it",
+            "is a directory, or is in none",
         ),
-        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory"),
+        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory, or is in none"),
         (
             ["peer", "a.safetensors", "--run-id", "demo", "--receipts", ""],
             "--receipts must be the path of a file, not ''",
@@ -286,8 +285,8 @@ def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.Mon
 def test_a_signal_before_the_start_is_reported_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys\n"
-        "from averaging.cli.exits import starting\n"
-        "from averaging.cli.failure import CommandError\n"
+        "from averaging.cli.running import starting\n"
+        "from averaging.cli.running import CommandError\n"
         "try:\n"
         "    with starting():\n"
         f"        exec('signal.raise_signal({number:d})')\n"  # as in the middle of making a dataclass

@@ -22,9 +22,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from averaging.cli import main
-from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import Output
-from averaging.cli.output import CommandOutput
+from averaging.cli.running import CommandError, CommandOutput, Stopped
 from averaging.receipts.receipt import Receipt
 from examples import digits
 from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, perform, play, while_looking

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from averaging import LocalSGD
 from averaging.cli import main
-from averaging.cli.model_folder import shards
+from averaging.cli.files import shards
 from tests.cli.test_disk_full import full_disk
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import averaging_command

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from averaging.cli import shell_command
-from averaging.cli.shell_command import run_command
+from averaging.cli import follow
+from averaging.cli.follow import run_command
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -51,7 +51,7 @@ async def test_all_processes_end_when_the_time_is_over(
     trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if trap:
-        monkeypatch.setattr(shell_command, "END_SECONDS", 0.1)
+        monkeypatch.setattr(follow, "END_SECONDS", 0.1)
     command = f"{trap} sleep 999 & echo $! > {tmp_path}/child; wait; sleep 999"
     running = asyncio.ensure_future(run_command(command, {}, 1.0))
     child = await begins(tmp_path / "child")
@@ -70,7 +70,7 @@ async def test_all_processes_end_when_it_is_cancelled_and_at_once_the_second_tim
     await asyncio.sleep(0)
     if again:
         running.cancel()
-    async with asyncio.timeout(shell_command.END_SECONDS / 2 if again else None):
+    async with asyncio.timeout(follow.END_SECONDS / 2 if again else None):
         with pytest.raises(asyncio.CancelledError):
             await running
     await until(lambda: not lives(child))

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from averaging import WeightPublisher
 from averaging.cli import main
+from averaging.cli.files import BaseFolder, FolderOptions, VersionedFolders
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import JsonProcess, averaging_process
 from tests.weights.test_weights import Publishing, same, state, stepped
