@@ -14,7 +14,7 @@ import click
 
 from averaging.cli.files import replaced_atomically
 from averaging.cli.options import KindType, option, switch
-from averaging.cli.running import WRONG_USAGE, CommandError
+from averaging.cli.running import CommandError, InputError
 from averaging.common import number
 
 if TYPE_CHECKING:
@@ -122,10 +122,9 @@ def _read_authority(directory: Path) -> Issued:
     try:
         return Issued(certificate.read_bytes(), key.read_bytes())
     except FileNotFoundError as error:
-        raise CommandError(
+        raise InputError(
             f"there is no {error.filename}; make an authority first: averaging ca init --directory "
-            f"{shlex.quote(str(directory))}",
-            WRONG_USAGE,
+            f"{shlex.quote(str(directory))}"
         ) from None
     except OSError as error:
         raise CommandError(
@@ -147,9 +146,7 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
     try:
         present = [str(path) for path in (certificate, key) if path.exists() or path.is_symlink()]
         if present and not force:
-            raise CommandError(
-                f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE
-            )
+            raise InputError(f"{' and '.join(present)} exist; give --force to replace, or another {another}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:

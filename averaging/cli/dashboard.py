@@ -46,16 +46,7 @@ def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, ver
       averaging dashboard --join 192.0.2.7:4222
 
     \b
-    A run with TLS and a token:
-      averaging dashboard --join peer-1.example.org:4222 --token-file token \
-        --tls-ca ca.pem --tls-cert me.pem --tls-key me.key
-
-    \b
-    From another machine, through ssh; then open http://127.0.0.1:8080/:
-      ssh -L 8080:127.0.0.1:8080 monitor.example.org
-
-    \b
-    For other machines without ssh:
+    For other machines:
       averaging dashboard --join 192.0.2.7:4222 --listen 0.0.0.0:8443 \
         --password-file password --https-cert page.pem --https-key page.key
 

@@ -44,19 +44,10 @@ def doctor_command(
     ✓, with ! for what may go wrong or cannot be checked, or with ✗ for what will not work, and ends with the remedy.
 
     \b
-    This machine alone: versions, port, addresses, certificate, token, limits, clock:
+    This machine alone; the way to a peer of the run too; whether it averages the same tensors as FILE; how fast it is:
       averaging doctor --config run.toml
-
-    \b
-    And the way to a peer of the run: name, TCP, TLS, token, run, clocks, options, and whether it can call back:
       averaging doctor --config run.toml --join a.example.org:4222 --join b.example.org:4222
-
-    \b
-    And whether it averages the same tensors as FILE, and there is memory for them:
       averaging doctor a.safetensors --run-id demo --join 192.0.2.7:4222
-
-    \b
-    And how fast the way is, and whether full packets pass:
       averaging doctor --config run.toml --join a.example.org:4222 --deep
 
     While a peer calls back, the command listens at --listen unless a peer does already. It calls the addresses of
@@ -86,11 +77,7 @@ def doctor_command(
 
 
 def _import() -> None:
-    """Imports what a peer needs, which fails if a package is missing, broken, or of another version.
-
-    Raises:
-        CommandError: It fails.
-    """
+    """Imports what a peer needs, which fails if a package is missing, broken, or of another version."""
     try:
         importlib.import_module("averaging.peer")
     except Exception as error:  # protobuf has an error of its own for a version that does not fit
@@ -114,7 +101,7 @@ def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
     from averaging.protocol import parse_aggregation
     from averaging.tensors import describe
 
-    tensors = read(file, shapes_only=True).divided(file, given["only"], given["exclude"]).tensors
+    tensors = read(file, copy=False).divided(file, given["only"], given["exclude"]).tensors
     check_can_be_averaged(file, tensors, allow_non_finite=True)
     return describe(
         tuple(tensors),

@@ -58,10 +58,6 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
       averaging feed --listen 0.0.0.0:8000 --token-file token \
         --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
 
-    \b
-    For a trainer that reports its version of the weights, such as BatchFeed(..., weights=publisher):
-      averaging feed --max-staleness 2
-
     With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
 
     The first Ctrl+C or SIGTERM lets requests in progress finish. Everything acknowledged is in --store; start the same

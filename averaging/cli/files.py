@@ -1,8 +1,7 @@
 """The files of commands: safetensors files and folders of models, checked before the work and replaced atomically.
 
 `Document` is a file that was read, `Output` one that is written. `BaseFolder` decides what belongs in the folder of a
-model, as `save_pretrained` of transformers writes it; `ModelFolder` is one that is replaced in a step, and
-`VersionedFolders` keeps the newest versions side by side with a link to the newest one.
+model, as `save_pretrained` of transformers writes it; `VersionedFolders` keeps the newest versions side by side.
 
 Nothing here imports torch before a safetensors file is read or written, so that `averaging ca` starts fast.
 """
@@ -17,9 +16,9 @@ import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from averaging.cli.running import WRONG_USAGE, CommandError
+from averaging.cli.running import CommandError, InputError
 from averaging.common import is_placeholder, listed, without_wrappers
 
 if TYPE_CHECKING:
@@ -35,11 +34,7 @@ def beside(path: Path) -> Path:
 
 @contextmanager
 def replaced_atomically(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to. On exit it is synced and moved to `path`, or removed after an error.
-
-    Raises:
-        OSError: the file cannot be moved.
-    """
+    """Yields a temporary path to write to. On exit it is synced and moved to `path`, or removed after an error."""
     temporary = beside(path)
     try:
         yield temporary
@@ -75,20 +70,12 @@ class Document:
     def divided(self, path: Path, only: Sequence[str], exclude: Sequence[str]) -> Document:
         """The same content, where tensors of integers and those that the user did not choose are kept as they are.
 
-        Args:
-            path: the file, for errors.
-            only: patterns, such as `*.lora_*`, of the names to average; empty for all.
-            exclude: patterns of names to keep.
-
-        Raises:
-            CommandError: exit code 2: a pattern matches no name.
+        `only` has patterns of the names to average, such as `*.lora_*`, empty for all; `exclude` of those to keep.
         """
         for option, pattern in [*(("--only", name) for name in only), *(("--exclude", name) for name in exclude)]:
             if not any(fnmatchcase(name, pattern) for name in self.tensors):
                 first = next(iter(self.tensors), "")
-                raise CommandError(
-                    f"{option} {pattern!r} matches no tensor of {path}, whose first one is {first!r}", WRONG_USAGE
-                )
+                raise InputError(f"{option} {pattern!r} matches no tensor of {path}, whose first one is {first!r}")
 
         def is_averaged(name: str, tensor: torch.Tensor) -> bool:
             chosen = not only or any(fnmatchcase(name, pattern) for pattern in only)
@@ -100,71 +87,45 @@ class Document:
         return Document(averaged, self.metadata, kept)
 
 
-def read(path: Path, *, shapes_only: bool = False) -> Document:
-    """Reads a file into memory, so that it may be changed or removed afterwards.
-
-    With `shapes_only` the tensors are zeros that take no memory.
-
-    Raises:
-        CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
-    """
+def read(path: Path, *, copy: bool = True) -> Document:
+    """Reads a file into memory, so that it may be changed or removed afterwards; without `copy` it must stay."""
     from safetensors import SafetensorError, safe_open
 
     save = "safetensors.torch.save_file"
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
-        raise CommandError(f"{path} {what}; give one that {save} wrote", WRONG_USAGE)
+        raise InputError(f"{path} {what}; give one that {save} wrote")
     try:
         with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            tensors = {n: _shape_of(file, n) if shapes_only else file.get_tensor(n).clone() for n in names}
-            return Document(tensors, file.metadata())
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}  # mapped from the file
+            return Document({n: t.clone() if copy else t for n, t in tensors.items()}, file.metadata())
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CommandError(
+        raise InputError(
             f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "
-            f"it with {save}",
-            WRONG_USAGE,
+            f"it with {save}"
         ) from None
 
 
-def _shape_of(file: Any, name: str) -> torch.Tensor:
-    import torch
-
-    view = file.get_slice(name)
-    code = view.get_dtype()
-    kind, _, form = code.partition("_")
-    word = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "C": "complex"}.get(kind.rstrip("0123456789"))
-    dtype = torch.bool if code == "BOOL" else getattr(torch, f"{word}{kind.lstrip('BCFIU')}", None)
-    if dtype is None or form:
-        raise ValueError(f"tensor {name!r} has the dtype {code}, which cannot be averaged")
-    return torch.zeros((), dtype=dtype).expand(view.get_shape())
-
-
 def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, allow_non_finite: bool) -> None:
-    """Checks that a round would accept the tensors.
-
-    Raises:
-        CommandError: exit code 2; the message names the tensors.
-    """
+    """Checks that a round would accept the tensors; an error names those that it would not."""
     from averaging.tensors import AVERAGED_DTYPES, all_finite
 
     if not tensors:
-        raise CommandError(f"{path} contains no tensors to average, apart from integers and excluded ones", WRONG_USAGE)
+        raise InputError(f"{path} contains no tensors to average, apart from integers and excluded ones")
     wrong = [
         f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in AVERAGED_DTYPES.values()
     ]
     if wrong:
-        raise CommandError(
+        raise InputError(
             f"{path}: {_named(wrong)} cannot be averaged; {', '.join(AVERAGED_DTYPES)} can. Leave them out with "
-            "--exclude, or convert them",
-            WRONG_USAGE,
+            "--exclude, or convert them"
         )
-    broken = [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]
-    if broken and not allow_non_finite:
-        raise CommandError(
+    if allow_non_finite:
+        return
+    if broken := [repr(name) for name, tensor in tensors.items() if not all_finite(tensor)]:
+        raise InputError(
             f"{path}: {_named(broken)} has NaN or infinity; repair the file, or give --non-finite allow to spread it "
-            "to all members",
-            WRONG_USAGE,
+            "to all members"
         )
 
 
@@ -173,32 +134,21 @@ class NotWrittenError(CommandError):
 
 
 def check_place(path: Path, *, folder: bool, overwrite: bool = True) -> None:
-    """Checks that a file or a folder can be at a path.
-
-    Raises:
-        CommandError: exit code 2: something else is there, or it exists and must not be overwritten.
-    """
+    """Checks that a file or a folder can be at a path, and is not there if it must not be overwritten."""
     if path.exists():
         if not (path.is_dir() if folder else path.is_file()):
             what = "is no directory" if folder else "is not a file"
-            raise CommandError(f"{path} exists and {what}; give another --output", WRONG_USAGE)
+            raise InputError(f"{path} exists and {what}; give another --output")
         if not overwrite:
-            raise CommandError(
-                f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done", WRONG_USAGE
-            )
+            raise InputError(f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done")
     if not path.absolute().parent.is_dir():
-        raise CommandError(f"there is no directory {path.absolute().parent}; create it first", WRONG_USAGE)
+        raise InputError(f"there is no directory {path.absolute().parent}; create it first")
 
 
 class Output:
     """A file that will be written later. The constructor checks that it can be written, before any work is done.
 
-    Args:
-        path: where to write; a link is followed.
-        overwrite: whether the file may exist.
-
-    Raises:
-        CommandError: exit code 2: the file exists, or cannot be written there.
+    A link is followed.
     """
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
@@ -216,20 +166,14 @@ class Output:
             mode = (self._target if self._target.exists() else probe).stat().st_mode
             probe.unlink()
         except OSError as error:
-            raise CommandError(
+            raise InputError(
                 f"{self.path} cannot be written ({error.strerror}); choose a writable directory, or a shorter name if "
-                "it is too long",
-                WRONG_USAGE,
+                "it is too long"
             ) from None
         return mode & 0o777
 
     def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> None:
-        """Writes the file atomically: after a crash there is either the old file or the new one.
-
-        Raises:
-            NotWrittenError: the file cannot be written now.
-            CommandError: a tensor has the reserved name.
-        """
+        """Writes the file atomically: after a crash, or a NotWrittenError, there is the old file or the new one."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -258,32 +202,36 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack
 """Ends of the names of files that hold weights of the old model, or say where they are: they are not copied."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFolder:
+    tensors: int
+    frozen: int
+    nbytes: int
+
+
 class BaseFolder:
     """What a model folder has beside the weights of the run: the files and the frozen weights of another folder.
 
     Args:
         folder: a model's folder with `config.json`, as `save_pretrained` writes it, with or without its weights.
-
-    Raises:
-        CommandError: exit code 2: it is no such folder.
+        shard_bytes: limit of a file with weights.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self.folder, self._shard_bytes = folder, shard_bytes
         if not folder.is_dir():
-            raise CommandError(f"--config: there is no directory {folder}", WRONG_USAGE)
+            raise InputError(f"--config: there is no directory {folder}")
         if not (folder / "config.json").is_file():
-            raise CommandError(
+            raise InputError(
                 f"--config: {folder} has no config.json; give the folder of the base model, as save_pretrained writes "
-                "it or the Hub has it",
-                WRONG_USAGE,
+                "it or the Hub has it"
             )
         try:
             files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_file()]
             self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
             self._places = _places([path for path in files if path.name.endswith(".safetensors")])
         except OSError as error:
-            raise CommandError(f"--config: {folder} cannot be read: {error}", WRONG_USAGE) from None
+            raise InputError(f"--config: {folder} cannot be read: {error}") from None
 
     @property
     def knows_names(self) -> bool:
@@ -294,9 +242,6 @@ class BaseFolder:
 
         The prefixes of wrappers are left out. If the folder has weights, they say which tensors the model has: those
         that are missing, since the run does not train them, are taken from there; copies of tied ones are left out.
-
-        Raises:
-            CommandError: the tensors have no names, or are not those of the model.
         """
         named = dict(zip(without_wrappers(tensors), tensors.values(), strict=True))
         if nameless := next((name for name in named if is_placeholder(name)), None):
@@ -338,6 +283,45 @@ class BaseFolder:
             raise CommandError(f"--config: {self.folder} cannot be read: {error}") from None
         return read
 
+    @contextmanager
+    def written(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> Iterator[tuple[Path, WrittenFolder]]:
+        """Yields a complete folder, synced to the disk, under a temporary name beside `folder`, to be moved there."""
+        from safetensors import SafetensorError
+
+        whole, frozen = self.completed(tensors)
+        temporary = beside(folder)
+        try:
+            self._write(temporary, whole, metadata)
+            yield temporary, WrittenFolder(len(whole), frozen, sum(tensor.nbytes for tensor in whole.values()))
+        except (OSError, SafetensorError) as error:
+            raise NotWrittenError(
+                f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give "
+                "another --output"
+            ) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        divided = shards(tensors, self._shard_bytes)
+        for name, group in divided.items():
+            whole = {key: tensor.contiguous() for key, tensor in group.items()}
+            save_file(whole, folder / name, {"format": "pt", **metadata})
+        if len(divided) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {key: name for name, group in divided.items() for key in group},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for path in self.copied:
+            shutil.copyfile(path, folder / path.name)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
 
 def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
     from safetensors import SafetensorError, safe_open
@@ -348,7 +332,7 @@ def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
             with safe_open(path, framework="pt") as file:
                 places |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise CommandError(f"--config: {path} is no safetensors file: {error}", WRONG_USAGE) from None
+            raise InputError(f"--config: {path} is no safetensors file: {error}") from None
     return places
 
 
@@ -380,105 +364,6 @@ def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[st
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFolder:
-    tensors: int
-    frozen: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FolderOptions:
-    """How folders are written: what they have beside the weights of the run, and the limit of a file in bytes."""
-
-    parts: BaseFolder
-    shard_bytes: int
-
-    @contextmanager
-    def written(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-    ) -> Iterator[tuple[Path, WrittenFolder]]:
-        """Yields a complete folder, synced to the disk, under a temporary name beside `folder`, to be moved there.
-
-        Raises:
-            NotWrittenError: it could not be written, or not moved. Nothing is left of it.
-            CommandError: the tensors are not those of the model.
-        """
-        from safetensors import SafetensorError
-
-        whole, frozen = self.parts.completed(tensors)
-        temporary = beside(folder)
-        try:
-            self._write(temporary, whole, metadata)
-            yield temporary, WrittenFolder(len(whole), frozen, sum(tensor.nbytes for tensor in whole.values()))
-        except (OSError, SafetensorError) as error:
-            raise NotWrittenError(
-                f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give "
-                "another --output"
-            ) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _write(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        from safetensors.torch import save_file
-
-        folder.mkdir()
-        divided = shards(tensors, self.shard_bytes)
-        for name, group in divided.items():
-            whole = {key: tensor.contiguous() for key, tensor in group.items()}
-            save_file(whole, folder / name, {"format": "pt", **metadata})
-        if len(divided) > 1:
-            index = {
-                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-                "weight_map": {key: name for name, group in divided.items() for key in group},
-            }
-            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for path in self.parts.copied:
-            shutil.copyfile(path, folder / path.name)
-        for path in (*folder.iterdir(), folder):
-            sync(path)
-
-
-class ModelFolder:
-    """A folder that will be written, and replaces an old one.
-
-    Raises:
-        CommandError: exit code 2: something else is there, or it cannot be there.
-    """
-
-    def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
-        self._path, self._options = path, options
-        is_full = path.is_dir() and any(path.iterdir())
-        check_place(path, folder=True, overwrite=overwrite or not is_full)
-        if is_full and not (path / "config.json").is_file():
-            raise CommandError(
-                f"{path} is no folder of a model, so it is not replaced; give another --output", WRONG_USAGE
-            )
-        if path.resolve() == options.parts.folder.resolve():
-            raise CommandError("--output is the folder of --config; give another one", WRONG_USAGE)
-
-    def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> WrittenFolder:
-        """Writes the folder. An old one is moved away first, and removed when the new one is in its place.
-
-        Raises:
-            NotWrittenError: it could not be written; the old folder is unchanged.
-            CommandError: the tensors are not those of the model.
-        """
-        path = self._path
-        with self._options.written(path, tensors, metadata) as (temporary, written):
-            old = path.rename(beside(path)) if path.exists() else None
-            try:
-                temporary.rename(path)
-                sync(path.absolute().parent)
-            except BaseException:  # also Ctrl+C: an old folder is back in its place
-                if old is not None and not path.exists():
-                    old.rename(path)
-                raise
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
-        return written
-
-
 NEWEST = "newest"
 """The link to the newest version."""
 
@@ -495,32 +380,23 @@ class VersionedFolders:
 
     Args:
         path: the directory; it is made if it is missing.
-        options: see `FolderOptions`.
+        base: what each folder has beside the weights.
         keep: versions that are kept.
-        overwrite: whether the directory may hold something else.
-
-    Raises:
-        CommandError: exit code 2: something else is there, or nobody can write there.
     """
 
-    def __init__(self, path: Path, options: FolderOptions, keep: int, *, overwrite: bool) -> None:
-        self.path, self._options, self._keep = path, options, keep
+    def __init__(self, path: Path, base: BaseFolder, keep: int) -> None:
+        self.path, self._base, self._keep = path, base, keep
         try:
             check_place(path, folder=True)
             path.mkdir(exist_ok=True)
-            strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
-            if strange and not overwrite:
-                raise CommandError(
-                    f"{path} has {listed(sorted(strange))}, which this command has not written; give --overwrite to "
-                    "write beside it, or another --output. Nothing was done",
-                    WRONG_USAGE,
-                )
+            if strange := sorted(entry.name for entry in path.iterdir() if not _is_ours(entry)):
+                text = f"{path} has {listed(strange)}, which this command has not written; give another --output"
+                raise InputError(f"{text}. Nothing was done")
             probe = beside(path / NEWEST)
             probe.touch()
             probe.unlink()
         except OSError as error:
-            reason = f"{path} cannot be written ({error.strerror}); choose a writable directory"
-            raise CommandError(reason, WRONG_USAGE) from None
+            raise InputError(f"{path} cannot be written ({error.strerror}); choose a writable directory") from None
         self._remove_leftovers()
 
     @property
@@ -531,14 +407,9 @@ class VersionedFolders:
     def write(
         self, version: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     ) -> tuple[Path, WrittenFolder]:
-        """Writes a version, moves the link, and removes versions that are too old. Returns the version's folder.
-
-        Raises:
-            NotWrittenError: it could not be written; the versions that are there, and the link, are unchanged.
-            CommandError: the tensors are not those of the model.
-        """
+        """Writes a version, moves the link, and removes versions that are too old. Returns the version's folder."""
         folder = self.path / f"version-{version}"
-        with self._options.written(folder, tensors, metadata) as (temporary, written):
+        with self._base.written(folder, tensors, metadata) as (temporary, written):
             if folder.exists():
                 self._remove(folder)
             temporary.rename(folder)

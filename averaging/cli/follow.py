@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli import options
-from averaging.cli.files import BaseFolder, FolderOptions, NotWrittenError, Output, VersionedFolders, read
+from averaging.cli.files import BaseFolder, NotWrittenError, Output, VersionedFolders, read
 from averaging.cli.running import CommandError, CommandOutput, Stop, Stopped, reporting, run, with_metrics
 from averaging.common import VERSION_KEY, counted, size
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from averaging.control import ControlService, Departure
     from averaging.metrics import Samples
     from averaging.rpc import Credentials
     from averaging.weights import DividedSnapshot, FollowerOptions, VllmServer, WeightSnapshot
@@ -50,7 +49,7 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
     *("wait", "keep", "abort"),
     default="wait",
 )
-@options.switch("--overwrite", "Replace --output if it exists and this command did not write it.")
+@options.switch("--overwrite", "Replace --output if it is a file that this command did not write.")
 @options.model_folder_options
 @options.count("--keep", "With --config: versions to keep.", 2)
 @options.option(
@@ -107,8 +106,8 @@ def follow_command(
     Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
-    Exit codes: 0 done, or stopped by Ctrl+C, SIGTERM or `averaging leave`; 1 no publisher answered, or --once found no
-    version in time or could not write it; 2 wrong usage. With --once, 130 and 143 if a signal stops it.
+    Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
+    could not write it; 2 wrong usage. With --once, 130 and 143 if a signal stops it.
 
     \b
     Events of --json, each with "event":
@@ -134,12 +133,10 @@ def follow_command(
 
 
 def _run(addresses: list[str], output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.control import ControlService
     from averaging.weights import FollowerOptions
 
     credentials = options.credentials_of(given)
-    control = ControlService(given["run_id"] or "", certified=credentials.tls is not None)
-    engine = _engine(given, credentials, control)
+    engine = _engine(given, credentials)
     follower = FollowerOptions(
         join=addresses,
         run_id=given["run_id"] or "",
@@ -150,16 +147,11 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
         stall_timeout=given["timeout"],
         max_bytes=given["max_bytes"],
         min_version=given["min_version"],
-        services=[control] if engine is None else (),
     )
-    session = FollowSession(follower, _open(output, given), engine, given, report, control)
+    session = FollowSession(follower, _open(output, given), engine, given, report)
 
-    async def follow(stop: Stop) -> None:
-        leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
-        try:
-            await session.run()
-        finally:
-            leaving.cancel()
+    async def follow(_: Stop) -> None:
+        await session.run()
 
     try:
         run(follow, when="; nothing was written")
@@ -168,7 +160,7 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
             raise
 
 
-def _engine(given: dict[str, Any], credentials: Credentials, control: ControlService) -> VllmServer | None:
+def _engine(given: dict[str, Any], credentials: Credentials) -> VllmServer | None:
     from averaging.weights import VllmServer
 
     if given["engine"] is None:
@@ -180,17 +172,8 @@ def _engine(given: dict[str, Any], credentials: Credentials, control: ControlSer
         advertise=given["advertise"],
         credentials=credentials,
         init_info={"run_id": given["run_id"] or "", **files},
-        services=[control],
         pause=given["engine_pause"],
     )
-
-
-async def _end_when_asked(departure: Departure, stop: Stop) -> None:
-    from averaging.control import LeaveStep
-
-    await departure.asked.wait()
-    departure.advance(LeaveStep.CLOSING)
-    stop.request(signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +193,7 @@ class Opened:
 
 
 def _open(path: Path | None, given: dict[str, Any]) -> Opened:
-    """Checks that the output can be written, and reads it back if this command has written it.
-
-    Raises:
-        CommandError: exit code 2: something else is there, or it cannot be written.
-    """
+    """Checks that the output can be written, and reads it back if this command has written it."""
     if path is None:
         return Opened()
     if given["config"] is None:
@@ -222,8 +201,7 @@ def _open(path: Path | None, given: dict[str, Any]) -> Opened:
         if base is None:
             return Opened(Output(path, overwrite=given["overwrite"]))
         return Opened(Output(path, overwrite=True), base, written)
-    folder = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"])
-    folders = VersionedFolders(path, folder, given["keep"], overwrite=given["overwrite"])
+    folders = VersionedFolders(path, BaseFolder(given["config"], given["max_shard_bytes"]), given["keep"])
     newest = folders.newest
     return Opened(folders) if newest is None else Opened(folders, *_read_back(newest))
 
@@ -258,7 +236,6 @@ class FollowSession:
         engine: VllmServer | None,
         given: dict[str, Any],
         report: CommandOutput,
-        control: ControlService,
     ) -> None:
         from averaging.metrics import MetricsListener
         from averaging.weights import FOLLOWER_METRICS, ModelReceiver, StalenessWatch
@@ -269,7 +246,7 @@ class FollowSession:
         )
         self._receiver = ModelReceiver(follower, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = follower, opened.output, report
-        self._engine, self._control, self._given = engine, control, given
+        self._engine, self._given = engine, given
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
         self._written = opened.written
@@ -277,8 +254,6 @@ class FollowSession:
         self._received = 0  # bytes of the versions written so far
 
     async def run(self) -> None:
-        from averaging.control import LeaveStep
-
         async with self._metrics, self._receiver as receiver, self._engine or nullcontext() as engine:
             publishers = list(self._options.join)
             endpoint = receiver.endpoint if engine is None else engine.endpoint
@@ -286,12 +261,8 @@ class FollowSession:
             ready = {"event": "ready", "publishers": publishers, "endpoint": endpoint or None}
             item = ready, f"following {', '.join(publishers)}{handing_on}"
             self._report.emit(*with_metrics(item, self._metrics.endpoint))
-            self._control.endpoint = endpoint
-            try:
-                async with self._report.waiting(self._describe):
-                    await self._follow()
-            finally:
-                self._control.departure.advance(LeaveStep.LEFT)  # those who asked learn it in the server's grace period
+            async with self._report.waiting(self._describe):
+                await self._follow()
 
     def _sample(self) -> Samples:
         from averaging.weights import follower_samples

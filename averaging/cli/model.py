@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli import options
-from averaging.cli.files import BaseFolder, FolderOptions, ModelFolder, Output, read
-from averaging.cli.running import WRONG_USAGE, CommandError, CommandOutput, Stop, reporting, run
+from averaging.cli.files import BaseFolder, Output, check_place, read, sync
+from averaging.cli.running import CommandError, CommandOutput, InputError, Stop, reporting, run
 from averaging.common import VERSION_KEY, counted, plain, size
 
 if TYPE_CHECKING:
@@ -80,13 +80,10 @@ def state_command(
 
 @click.command("export")
 @click.argument("source", metavar="HOST:PORT|CHECKPOINT")
-@options.path("--output", "DIR", "The folder to write.", required=True)
-@options.switch("--overwrite", "Replace --output if it is a folder of a model already.")
+@options.path("--output", "DIR", "The folder to write; it must be new or empty.", required=True)
 @options.model_folder_options
 @download_options
-def export_command(
-    source: str, output: Path, overwrite: bool, config: Path | None, max_shard_bytes: int, **given: Any
-) -> None:
+def export_command(source: str, output: Path, config: Path | None, max_shard_bytes: int, **given: Any) -> None:
     r"""Writes the model of a run as a folder that from_pretrained of transformers reads.
 
     The weights are those of the state of the peer at HOST:PORT, or of a CHECKPOINT: a file that torch.save wrote, with
@@ -109,14 +106,19 @@ def export_command(
     if config is None:
         raise click.UsageError("--config is missing: the folder of the base model, with config.json.")
     with reporting(given["verbose"], as_json=given["as_json"]) as report:
-        base = BaseFolder(config)
-        folder = ModelFolder(output, FolderOptions(base, max_shard_bytes), overwrite=overwrite)
+        base = BaseFolder(config, max_shard_bytes)
+        check_place(output, folder=True)
+        if output.exists() and any(output.iterdir()):
+            raise InputError(f"{output} is not empty; remove it, or give another --output")
         if _is_file(source):
             tensors, version = read_checkpoint(Path(source))
         else:
             state = _download([str(options.JOINED.convert(source, None, None))], given, report)
             tensors, version = _model_of(state.tensors), str(state.version)
-        written = folder.write(tensors, {} if version is None else {VERSION_KEY: version})
+        metadata = {} if version is None else {VERSION_KEY: version}
+        with base.written(output, tensors, metadata) as (temporary, written):
+            temporary.rename(output)
+            sync(output.absolute().parent)
         number = int(version) if version is not None and version.isdecimal() else None
         text = f"{'' if number is None else f'version {number}, '}{counted(written.tensors, 'tensor')}"
         of_config = f", {written.frozen} of them of --config" if written.frozen else ""
@@ -126,11 +128,7 @@ def export_command(
 
 
 def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput) -> State:
-    """The state of one of the peers, which are looked up before.
-
-    Raises:
-        AveragingError: no address was found, or none of the peers delivered a state.
-    """
+    """The state of one of the peers, which are looked up before."""
     from averaging.seeds import Seeds
     from averaging.state import StateLimits, download
     from averaging.transport.grpc import GrpcTransport
@@ -183,7 +181,7 @@ def _is_file(source: str) -> bool:
     if path.exists():
         return True
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors") or ":" not in source:
-        raise CommandError(f"{source} does not exist; give a checkpoint, or HOST:PORT of a peer", WRONG_USAGE)
+        raise InputError(f"{source} does not exist; give a checkpoint, or HOST:PORT of a peer")
     return False
 
 
@@ -194,13 +192,9 @@ def _model_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
-    """The model's tensors in a file, and its version if it has one.
-
-    Raises:
-        CommandError: exit code 2: it cannot be read, or has no model.
-    """
+    """The model's tensors in a file, and its version if it has one."""
     if path.is_dir():
-        raise CommandError(f"{path} is a directory; give a file that torch.save or safetensors wrote", WRONG_USAGE)
+        raise InputError(f"{path} is a directory; give a file that torch.save or safetensors wrote")
     if path.suffix == ".safetensors":
         document = read(path)
         return _model_of(document.tensors), (document.metadata or {}).get(VERSION_KEY)
@@ -219,14 +213,13 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
                 f"it has more than tensors and plain values{named}, and loading them could run code; save "
                 "the model's state_dict() alone where the file is trusted"
             )
-        raise CommandError(f"{path} cannot be read as a checkpoint of torch.save: {reason}", WRONG_USAGE) from None
+        raise InputError(f"{path} cannot be read as a checkpoint of torch.save: {reason}") from None
     inside = loaded if isinstance(loaded, dict) else {}
     found = next((inside[key] for key in MODEL_KEYS if isinstance(inside.get(key), dict)), inside)
     tensors = {str(name): tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
-        raise CommandError(
+        raise InputError(
             f"{path} has no model; save its state_dict() under 'model': "
-            "torch.save({'model': model.state_dict(), 'averager': opt.state_dict()}, path)",
-            WRONG_USAGE,
+            "torch.save({'model': model.state_dict(), 'averager': opt.state_dict()}, path)"
         )
     return tensors, None

@@ -6,7 +6,6 @@ or from the command line; later ones win.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING
@@ -117,15 +116,6 @@ def model_folder_options(command: Command) -> Command:
     )
     limit = "Divide the weights of a folder between files of at most this size, with an index."
     return path("--config", "DIR", text)(count("--max-shard-bytes", limit, 5_000_000_000, metavar="BYTES")(command))
-
-
-def json_value(value: str) -> Any:
-    try:
-        parsed = json.loads(value)
-        json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()  # neither NaN nor half a surrogate pair
-        return parsed
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
 
 
 def _flag(name: str, declared: Option, **more: Any) -> Callable[[Command], Command]:

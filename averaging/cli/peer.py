@@ -14,7 +14,6 @@ import click
 from averaging.cli import options
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
 from averaging.cli.running import (
-    WRONG_USAGE,
     CommandError,
     CommandOutput,
     Item,
@@ -39,7 +38,7 @@ from averaging.common import (
 )
 from averaging.config import NonFinite
 from averaging.errors import printable
-from averaging.protocol import Mode, pack_gather
+from averaging.protocol import Mode
 from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
 @options.option("--only", "Average only tensors with such names, as '*.lora_*'; repeatable.", "PATTERN", multiple=True)
 @options.option("--exclude", "Keep tensors with such names as they are; repeatable.", "PATTERN", multiple=True)
 @options.option("--weight", "Weight of FILE in the average.", "W", default=1.0, type=options.NOT_NEGATIVE)
-@options.option("--gather", "A value that the members of each round get.", "JSON", type=options.json_value)
 @options.count("--retries", "Retries after failed rounds in a row.", 2, least=0)
 @options.option("--interval", "Pause after each round.", "SECONDS", default=0.0, type=options.NOT_NEGATIVE)
 @options.output_options
@@ -82,13 +80,6 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
       averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --output a-mean.safetensors
       averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
 
-    \b
-    Reachable from other machines, behind a router that forwards port 4222, and a peer behind a firewall:
-      averaging peer a.safetensors --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --serve \
-        --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
-      averaging peer b.safetensors --run-id demo --join example.org:4222 --mode client \
-        --tls-ca ca.pem --tls-cert b.pem --tls-key b.key
-
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
     --retries times. With --serve the peer continues after such failures.
@@ -97,10 +88,8 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
     leave` is like SIGTERM. With --serve the exit code is 0 then; without it 128 plus the number of the signal, and
     nothing is written, unless all rounds were done.
 
-    \b
-    Exit codes: 0 done; 1 a round failed, no peer of --join answered, or the port is taken;
-    2 wrong usage, unreadable input, or all of --join have another run, token or certificate authority;
-    130, 143 and so on: stopped by a signal before the rounds were done.
+    Exit codes: 0 done; 1 a round failed, no peer of --join answered, or the port is taken; 2 wrong usage, unreadable
+    input, or all of --join have another run, token or certificate authority; 128 plus the number of a signal.
 
     \b
     Events of --json, each with "event":
@@ -130,10 +119,6 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
-    try:
-        pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
-    except ValueError as error:
-        raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
     session = CommandSession(_plan(file, config, given), document, destination, report)
 
     async def average(stop: Stop) -> None:
@@ -149,7 +134,9 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.emit(*done(session.rounds, session.output, why_not))
+    text = f"wrote {session.output}" if session.output else f"nothing written: {why_not}"
+    event = {"event": "done", "rounds": session.rounds, "output": session.output}
+    report.emit(event, f"done: {counted(session.rounds, 'round')}, {text}")
 
 
 def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
@@ -160,7 +147,6 @@ def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
         retries=given["retries"],
         interval=given["interval"],
         weight=given["weight"],
-        gather=given["gather"],
         join_command=[*options.join_command(file, config), *patterns],
     )
 
@@ -193,7 +179,6 @@ class RoundPlan:
     retries: int  # of failed rounds in a row
     interval: float  # seconds after each round
     weight: float
-    gather: Any
     join_command: Sequence[str]  # with which another peer joins this one, without `--join` and its value
 
 
@@ -241,7 +226,9 @@ class CommandSession:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                self._report.emit(*retry(self._name, self.rounds + 1, receipt))
+                of_round = {"round": self.rounds + 1, "outcome": receipt.outcome.value, "message": receipt.reason}
+                event = {"event": "retry", **of_round, **_members(receipt), "seconds": round(receipt.seconds, 6)}
+                self._report.emit(event, not_averaged(self._name, receipt))
             else:
                 raise CommandError(self._failure_text(receipt))
             if not plan.serve and plan.rounds is not None and self.rounds >= plan.rounds:
@@ -252,17 +239,19 @@ class CommandSession:
 
     @property
     def _name(self) -> str:
-        return round_name(self.rounds + 1, self._plan.rounds)
+        number, rounds = self.rounds + 1, self._plan.rounds
+        return f"round {number} of {rounds}" if rounds and number <= rounds else f"round {number}"
 
     async def _attempt(self) -> Receipt:
         def describe() -> str:
             status = self._peer.status
             if status.members:
                 return f"{self._name}: averaging with {len(status.members) - 1} others"
-            return looking(self._name, status.known_peers - 1)
+            others = counted(status.known_peers - 1, "other peer")
+            return f"{self._name}: looking for a group, {others} seen"
 
         async with self._report.waiting(describe):
-            return await self._peer.average(weight=self._plan.weight, gather=self._plan.gather)
+            return await self._peer.average(weight=self._plan.weight)
 
     async def _finish_round(self, receipt: Receipt) -> None:
         name = self._name
@@ -272,7 +261,8 @@ class CommandSession:
         if self._plan.serve or reached:
             await self._write()
         if self._plan.serve and reached:
-            self._report.emit(*serving(self.rounds, self.output))
+            event = {"event": "serving", "rounds": self.rounds, "output": self.output}
+            self._report.emit(event, f"{counted(self.rounds, 'round')} done, continuing until Ctrl+C")
 
     async def _write(self) -> None:
         if self._output is None:
@@ -292,7 +282,9 @@ class CommandSession:
                 raise
             # Other peers depend on this peer, and the disk may have space again after the next round.
             self.unwritten = error.message
-            self._report.emit(*unwritten(self.rounds - 1, str(self._output.path), error.message))
+            event = {"event": "unwritten", "round": self.rounds - 1, "output": str(self._output.path)}
+            text = f"{error.message}; averaging continues, and the file is tried again after the next round"
+            self._report.emit({**event, "message": error.message}, text)
         finally:
             self._writing = False
         if cancelled:
@@ -416,44 +408,6 @@ def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
     return event, "\n".join(lines)
 
 
-def retry(name: str, number: int, receipt: Receipt) -> Item:
-    event = {
-        "event": "retry",
-        "round": number,
-        "outcome": receipt.outcome.value,
-        "message": receipt.reason,
-        **_members(receipt),
-        "seconds": round(receipt.seconds, 6),
-    }
-    return event, not_averaged(name, receipt)
-
-
-def unwritten(number: int, output: str, message: str) -> Item:
-    event = {"event": "unwritten", "round": number, "output": output, "message": message}
-    return event, f"{message}; averaging continues, and the file is tried again after the next round"
-
-
-def serving(rounds: int, output: str | None) -> Item:
-    event = {"event": "serving", "rounds": rounds, "output": output}
-    return event, f"{counted(rounds, 'round')} done, continuing until Ctrl+C"
-
-
-def done(rounds: int, output: str | None, why_not: str) -> Item:
-    text = f"wrote {output}" if output else f"nothing written: {why_not}"
-    return {"event": "done", "rounds": rounds, "output": output}, f"done: {counted(rounds, 'round')}, {text}"
-
-
-# Texts without an event.
-
-
-def round_name(number: int, rounds: int | None) -> str:
-    return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
-
-
-def looking(name: str, known: int) -> str:
-    return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
-
-
 def not_averaged(name: str, receipt: Receipt) -> str:
     reason = printable(receipt.reason)
     if receipt.outcome is Outcome.NO_GROUP:
@@ -529,6 +483,7 @@ async def _leave(address: str, credentials: Credentials, report: CommandOutput, 
     from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, refusal_cause
     from averaging.rpc import RpcChannel
 
+    why = "it ended the call"
     try:
         async with (
             RpcChannel(address, credentials=credentials) as channel,
@@ -542,20 +497,16 @@ async def _leave(address: str, credentials: Credentials, report: CommandOutput, 
                 if step is LeaveStep.LEFT:
                     return
     except PeerUnreachableError as error:
-        if asked:
-            raise _lost(address, asked, str(error)) from None
-        raise
+        if not asked:
+            raise
+        why = str(error)
     except AveragingError as error:
-        if refusal_cause(error) is RefusalCause.NOT_SERVED:
-            text = "it does not leave on request: its program, or its release, does not serve that; send it SIGTERM"
-            raise CommandError(f"{address}: {text}") from None
-        raise
-    raise _lost(address, asked, "it ended the call")
-
-
-def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
+        if refusal_cause(error) is not RefusalCause.NOT_SERVED:
+            raise
+        text = "it does not leave on request: its program, or its release, does not serve that; send it SIGTERM"
+        raise CommandError(f"{address}: {text}") from None
     last = f"the last it said was: {DOING[asked[-1].name]}" if asked else "it said nothing"
-    return CommandError(f"{address} was lost before it had left ({why}); {last}")
+    raise CommandError(f"{address} was lost before it had left ({why}); {last}")
 
 
 def _tell(step: LeaveStep, endpoint: str, run_id: str, report: CommandOutput) -> None:

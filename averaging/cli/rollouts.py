@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -77,17 +79,6 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
       averaging rollouts --environment my_environment \
         --engine http://127.0.0.1:8000 --feed http://127.0.0.1:8001
 
-    \b
-    Ten groups of 4 with settings of the environment, sampled at temperature 0.7:
-      averaging rollouts --environment gsm8k --environment-args '{"taskset": {"split": "train"}}' \
-        --engine http://gpu.example:8000 --feed https://feed.example:8001 --token-file token \
-        --group-size 4 --temperature 0.7 --max-tokens 512 --max-groups 10
-
-    \b
-    One of verifiers' environments over the tasks of another one, with 4 sequences in each rollout:
-      averaging rollouts --environment best-of-n+my_environment --sequences 4 --group-size 2 \
-        --engine http://127.0.0.1:8000 --feed http://127.0.0.1:8001
-
     The security options are for the feed; --tls-ca is used for an https engine too.
 
     \b
@@ -112,10 +103,12 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
-    value = {} if text is None else options.json_value(text)
-    if not isinstance(value, dict):
-        raise click.UsageError(f"--{name.replace('_', '-')} must be a JSON object, for example '{{\"seed\": 1}}'.")
-    return value
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text or "{}")
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # neither NaN nor half a surrogate pair
+        if isinstance(value, dict):
+            return value
+    raise click.UsageError(f"--{name.replace('_', '-')} must be a JSON object, for example '{{\"seed\": 1}}'.")
 
 
 def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.options import DIALLED, count, credentials_of, security_options, switch
-from averaging.cli.running import WRONG_USAGE, CommandError, Stop, Stopped, run
+from averaging.cli.running import InputError, Stop, Stopped, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,21 +108,9 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
       averaging explain a.jsonl
       averaging explain a.jsonl b.jsonl c.jsonl
 
-    \b
-    Of a line
-      round 17: 3 of 4 in 4.92 s (all-reduce 4.21 s); 10.0.0.7:5001 dropped, sent nothing for 4.1 s, deadline 4.0 s ...
-    the parts mean:
-      round 17     the number of the round, from 1; 3/17 if the peers count differently; "of" what, if not the model
-      3 of 4       members that were not dropped
-      dropped      why, with figures; "by" which members, if not by all with receipts
-      arrived      the member for which the group waited before the all-reduce began
-      steps late   rounds that a member with a quorum has missed, and what its weight was multiplied by for that
-      waited       how long the other members waited for one member alone in the all-reduce
-      kept         elements without an average, because their reducer was dropped
-      all 3 agree  the members with receipts got the same averages; else DIFFERENT AVERAGES
-
-    The last line of a file may be incomplete, if its peer was killed; it is ignored. Other lines that cannot be read
-    are reported with their numbers on stderr, the rest is explained, and the exit code is 2.
+    docs/operate/receipts.md says what the parts of a line mean. The last line of a file may be incomplete, if its peer
+    was killed; it is ignored. Other lines that cannot be read are reported with their numbers on stderr, the rest is
+    explained, and the exit code is 2.
     """
     from averaging.receipts import explain
 
@@ -132,19 +120,14 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     bad = sum([_report_bad_lines(file, recorded) for file, recorded in contents])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
-        raise CommandError(f"{what} missing above", WRONG_USAGE)
+        raise InputError(f"{what} missing above")
 
 
 def read_receipts(path: Path) -> Recorded:
-    """Reads a file.
-
-    Raises:
-        CommandError: exit code 2: the file cannot be read or contains no receipts.
-    """
     from averaging.receipts import read
 
     if str(path) == "-" and sys.stdin is None:
-        raise CommandError("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)
+        raise InputError("stdin is closed; pipe receipts into this command, or give a file of them")
     try:
         if str(path) == "-":
             recorded = read(sys.stdin.buffer)
@@ -152,11 +135,11 @@ def read_receipts(path: Path) -> Recorded:
             with path.open("rb") as file:
                 recorded = read(file)
     except OSError as error:
-        raise CommandError(f"{path} cannot be read ({error.strerror}); give a file of receipts", WRONG_USAGE) from None
+        raise InputError(f"{path} cannot be read ({error.strerror}); give a file of receipts") from None
     if recorded.bad and not recorded.receipts:
         number, why = next(iter(recorded.bad.items()))
         text = f"{path} is not a file of receipts: line {number}: {why}. Give one written by --receipts"
-        raise CommandError(text, WRONG_USAGE)
+        raise InputError(text)
     return recorded
 
 

@@ -43,6 +43,13 @@ class CommandError(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc] # click's own are of the class
 
 
+class InputError(CommandError):
+    """The user's arguments, or a file that they name, cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, WRONG_USAGE)
+
+
 class Stopped(CommandError):  # noqa: N818 - no failure
     """A signal ended the command early; `when` follows its name in the message. A command that is done catches it."""
 
@@ -52,7 +59,7 @@ class Stopped(CommandError):  # noqa: N818 - no failure
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> CommandError:
-    return CommandError(f"{error.name} is not installed; run: pip install 'averaging[{extra}]'", WRONG_USAGE)
+    return InputError(f"{error.name} is not installed; run: pip install 'averaging[{extra}]'")
 
 
 def check_address() -> str:

@@ -71,17 +71,8 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     Follow a run:
       averaging serve base --follow a.example:4222
 
-    \b
-    Ask which version is served:
-      curl -s http://127.0.0.1:8000/weight_info
-
-    \b
-    For other machines, with TLS and a token; `averaging ca` creates the certificates:
-      averaging serve base --listen 0.0.0.0:8000 --token-file token \
-        --tls-ca ca/ca.pem --tls-cert ca/engine.pem --tls-key ca/engine.key
-
-    With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca. The certificate is
-    that for the publishers of --follow too.
+    With a token, clients need no certificate. With TLS and without one, they must show a certificate of --tls-ca. The
+    certificate is that for the publishers of --follow too.
 
     The first Ctrl+C or SIGTERM lets requests in progress finish, for 10 s.
 

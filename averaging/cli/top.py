@@ -18,16 +18,7 @@ if TYPE_CHECKING:
 
 
 async def collector_of(join: Sequence[str], given: dict[str, Any], *, receipts: int) -> Collector:
-    """Returns what collects a run, with the credentials that the options name.
-
-    Args:
-        join: addresses of peers, and sources of addresses.
-        given: the options of `security_options`.
-        receipts: see `Collector`.
-
-    Raises:
-        AveragingError: an option is invalid, or no address was found.
-    """
+    """Returns what collects the run of the peers at `join`, with the credentials of `security_options`."""
     from averaging.monitor import Collector
     from averaging.seeds import look_up
 
@@ -47,17 +38,10 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
     that does not answer is shown with the reason. With several addresses, one that answers is enough.
 
     \b
-    Watch a run; q ends:
+    Watch a run, until q; and for a mail, a script, a cron job:
       averaging top 192.0.2.7:4222
-
-    \b
-    For a mail, a script, a cron job:
       averaging top 192.0.2.7:4222 --once
       averaging top 192.0.2.7:4222 --json | jq '.peers[] | {endpoint, error, waits_for}'
-
-    \b
-    A run with TLS and tokens:
-      averaging top a.example:4222 --tls-ca ca.pem --tls-cert me.pem --tls-key me.key --token-file tokens
 
     docs/operate/top.md explains the columns and the fields of --json.
     """

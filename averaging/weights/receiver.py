@@ -24,7 +24,7 @@ from averaging.errors import (
     TransportError,
     refusal_cause,
 )
-from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer, RpcService
+from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
 from averaging.seeds import Seeds
 from averaging.weights.download import Downloads, PublisherLink
 from averaging.weights.layout import Shard, WeightLayout, WeightManifest, WeightSpec, read_version
@@ -54,7 +54,6 @@ class FollowerOptions:
     stall_timeout: float = 30.0  # seconds without a message after which a source is left
     max_bytes: int = 1 << 40  # of the largest state that is accepted
     min_version: int = 0  # earlier versions are not received
-    services: Sequence[RpcService] = ()  # further gRPC methods to serve where it hands on versions
     seeds: Seeds = field(init=False)  # the addresses that `join` names now
 
     def __post_init__(self) -> None:
@@ -170,7 +169,7 @@ class ModelReceiver:
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
                     options.listen,
-                    [self, *options.services],
+                    [self],
                     advertise=options.advertise,
                     credentials=options.credentials,
                 )

@@ -6,14 +6,13 @@ has one version at a time, so that all workers of an engine load the same one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from averaging.common import chosen_proxy, is_loopback, parse_address, proxy_for
 from averaging.errors import ConfigError, StateError, printable
-from averaging.rpc import Credentials, RpcServer, RpcService
+from averaging.rpc import Credentials, RpcServer
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.snapshot import WeightSnapshot
 
@@ -38,7 +37,6 @@ class VllmServer:
         advertise: address at which the workers reach it, if that differs.
         credentials: certificates and tokens of the publisher.
         init_info: what the workers need besides its address, see `averaging.integrations.vllm.AveragingInitInfo`.
-        services: further services at the same address.
         pause: see `VLLM_PAUSES`.
 
     Raises:
@@ -56,7 +54,6 @@ class VllmServer:
         advertise: str | None = None,
         credentials: Credentials | None = None,
         init_info: dict[str, Any] | None = None,
-        services: Sequence[RpcService] = (),
         pause: str = "wait",
     ) -> None:
         try:
@@ -76,7 +73,7 @@ class VllmServer:
             )
         self.url, self._pause, self._init_info = url.rstrip("/"), pause, init_info or {}
         self._publisher = WeightPublisher(bases=1)
-        self._server = RpcServer(listen, [self._publisher, *services], advertise=advertise, credentials=credentials)
+        self._server = RpcServer(listen, [self._publisher], advertise=advertise, credentials=credentials)
         self._client = httpx.AsyncClient(
             base_url=self.url, timeout=TIMEOUT, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from averaging.cli import peer as events
 from averaging.common import plain, size
+from averaging.errors import CallRefusedError, JoinError
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
 
@@ -35,18 +35,14 @@ RECEIPT = Receipt(
     kept_local=2,
     state_version=4,
 )
-FAILED = Receipt(
-    round=0, outcome=Outcome.FAILED, reason="all other members were lost", members=(ME, OTHER), seconds=1.0
-)
-ALONE = Receipt(round=0, outcome=Outcome.NO_GROUP, reason="no other peer is in the run", seconds=60.0)
 CONTROL = "\x1b[2J\r\n\x00"
 
 
 def test_a_round() -> None:
-    event, _ = events.averaged("round 0", 0, ME, RECEIPT)
+    event, text = events.averaged("round 1 of 3", 1, ME, RECEIPT)
     assert event == {
         "event": "round",
-        "round": 0,
+        "round": 1,
         "group_id": "01" * 20,
         "members": [ME, OTHER, LOST],
         "dropped": [LOST],
@@ -62,21 +58,15 @@ def test_a_round() -> None:
         "clamped": 0,
         "state_version": 4,
     }
-
-
-def test_a_retry() -> None:
-    told, _ = events.retry("round 1", 1, FAILED)
-    assert (told["event"], told["round"], told["outcome"]) == ("retry", 1, "failed")
-    assert told["message"] == FAILED.reason
-    assert events.retry("round 1", 1, ALONE)[0]["outcome"] == "no_group"
-
-
-def test_ready_shows_how_to_join() -> None:
-    told, _ = events.ready(ME, "demo", "node", SCHEMA, [])
-    assert told["join"] == told["endpoint"] == ME
-    assert told["schema_hash"] == SCHEMA.hash.hex()
-    assert (told["tensors"], told["bytes"]) == (2, 56)
-    assert events.ready("client::7", "demo", "client", SCHEMA, [])[0]["join"] is None
+    lines = text.splitlines()
+    assert lines[0] == (
+        f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
+    )
+    assert f"  {LOST} sent [1, 'a']" in lines
+    assert f"  lost {LOST}: connection lost" in lines
+    assert lines[-1].startswith("  2 elements kept")
+    many = Receipt(0, Outcome.AVERAGED, members=(ME, *(f"192.0.2.7:{port}" for port in range(1, 10))))
+    assert "192.0.2.7:4 and 5 more" in events.averaged("round 1", 1, ME, many)[1]
 
 
 values = st.recursive(
@@ -94,54 +84,18 @@ def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
     json.loads(line, parse_constant=lambda name: pytest.fail(name))
 
 
-def test_what_json_can_represent_is_left_as_it_is() -> None:
+def test_the_depth_is_bounded_and_what_json_can_represent_is_left_as_it_is() -> None:
     value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
     assert plain(value) == value
-
-
-def test_the_depth_is_bounded() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
     assert len(json.dumps({"gathered": plain(deep)}, allow_nan=False)) < 100
 
 
-@pytest.mark.parametrize(
-    ("count", "told"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (3 << 20, "3.0 MiB"),
-        (5 << 30, "5.0 GiB"),
-        (5 << 40, "5120.0 GiB"),
-    ],
-)
-def test_sizes(count: int, told: str) -> None:
-    assert size(count) == told
-
-
-def test_round_names() -> None:
-    assert events.round_name(1, 3) == "round 1 of 3"
-    assert events.round_name(1, None) == "round 1"
-    assert events.round_name(4, 3) == "round 4"
-
-
-def test_lines_about_a_round() -> None:
-    told = events.averaged("round 1 of 3", 1, ME, RECEIPT)[1].splitlines()
-    assert told[0] == (
-        f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
-    )
-    assert f"  {LOST} sent [1, 'a']" in told
-    assert f"  lost {LOST}: connection lost" in told
-    assert told[-1].startswith("  2 elements kept")
-
-
-def test_many_members_are_counted() -> None:
-    members = (ME, *(f"192.0.2.7:{port}" for port in range(1, 10)))
-    told = events.averaged("round 1", 1, ME, Receipt(0, Outcome.AVERAGED, members=members))[1]
-    assert "192.0.2.7:4 and 5 more" in told
-    assert "192.0.2.7:5" not in told
+def test_sizes() -> None:
+    told = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.0 KiB", 3 << 20: "3.0 MiB", 5 << 40: "5120.0 GiB"}
+    assert {count: size(count) for count in told} == told
 
 
 def test_strangers_cannot_write_to_the_terminal() -> None:
@@ -158,28 +112,24 @@ def test_strangers_cannot_write_to_the_terminal() -> None:
     assert events.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
 
 
-def ready(endpoint: str, command: list[str], kept: Sequence[str] = ()) -> str:
-    return events.ready(endpoint, "demo", "node", SCHEMA, command, kept)[1]
-
-
 def test_the_command_that_joins_can_be_pasted() -> None:
     command = ["averaging", "peer", "my model.safetensors", "--run-id", "demo", "--join", ME]
-    lines = ready(ME, command).splitlines()
-    assert shlex.split(lines[-1]) == command
-    assert "this machine" in lines[1]
-    assert "not averaged, but kept as they are: seen" in ready(ME, command, ["seen"])
-    assert "this machine" in ready("127.0.1.1:1", command)
-    elsewhere = ready("192.0.2.7:1", command)
+    event, text = events.ready(ME, "demo", "node", SCHEMA, command, ["seen"])
+    assert (event["join"], event["endpoint"], event["schema_hash"]) == (ME, ME, SCHEMA.hash.hex())
+    assert (event["tensors"], event["bytes"]) == (2, 56)
+    assert shlex.split(text.splitlines()[-1]) == command
+    assert "this machine" in text
+    assert "not averaged, but kept as they are: seen" in text
+    elsewhere = events.ready("192.0.2.7:1", "demo", "node", SCHEMA, command)[1]
     assert "this machine" not in elsewhere
     assert "with --listen on an address that other peers can reach, or with --mode client:" in elsewhere
-    assert "--join" not in ready("client::7", command)
+    event, text = events.ready("client::7", "demo", "client", SCHEMA, command)
+    assert (event["join"], "--join" in text) == (None, False)
 
 
-def test_why_there_was_no_average() -> None:
-    assert events.not_averaged("round 1", ALONE) == ("round 1: no group within 60.0 s: no other peer is in the run")
-    assert events.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
-
-
-def test_the_last_line() -> None:
-    assert events.done(1, "out.safetensors", "")[1] == "done: 1 round, wrote out.safetensors"
-    assert events.done(2, None, "no --output was given")[1] == "done: 2 rounds, nothing written: no --output was given"
+def test_errors_name_the_peer_they_are_of_once() -> None:
+    foreign = "the called peer belongs to run 'a', not to 'b'"
+    error = CallRefusedError("192.0.2.7:4222", str(CallRefusedError("", foreign)))
+    assert (str(error), error.reason) == (f"192.0.2.7:4222: {foreign}", foreign)
+    told = str(JoinError({"192.0.2.7:4222": foreign, "192.0.2.8:4222": "no answer"}, 10.0))
+    assert f"(192.0.2.7:4222: {foreign}; 192.0.2.8:4222: no answer)" in told

@@ -50,8 +50,8 @@ class ScriptedPeer:
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(group_id=b"1" if self.in_round else b"", members=(), known_peers=1)
 
-    async def average(self, *, weight: float, gather: Any) -> Receipt:
-        assert (weight, gather) == (2.0, {"x": 1})
+    async def average(self, *, weight: float) -> Receipt:
+        assert weight == 2.0
         step = self.steps.pop(0)
         if isinstance(step, Exception):
             raise step
@@ -74,9 +74,7 @@ def play(
 ) -> tuple[CommandSession, ScriptedPeer]:
     tensor = torch.zeros(2)
     peer = ScriptedPeer(tensor, steps)
-    plan = RoundPlan(
-        rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, gather={"x": 1}, join_command=["averaging"]
-    )
+    plan = RoundPlan(rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, join_command=["averaging"])
     destination = Output(output, overwrite=False) if output else None
     return CommandSession(plan, Document({"w": tensor}, None), destination, CommandOutput(as_json=True)), peer
 

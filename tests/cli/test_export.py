@@ -142,29 +142,14 @@ def test_a_copy_of_tied_embeddings_is_left_out_and_another_tensor_is_named(tmp_p
     assert not (tmp_path / "no").exists()
 
 
-def test_an_old_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    torch.save(NAMES, tmp_path / "last.pt")
-    base, output = base_folder(tmp_path / "base"), tmp_path / "model"
-    given = (tmp_path / "last.pt", "--config", base, "--output", output)
-    assert export(*given).exit_code == 0
-    again = export(*given)
-    assert (again.exit_code, "give --overwrite to replace it" in told(again)) == (2, True)
-    torch.save({name: tensor + 1 for name, tensor in NAMES.items()}, tmp_path / "last.pt")
-    assert export(*given, "--overwrite").exit_code == 0
-    assert torch.equal(load_folder(output)["last.bias"], NAMES["last.bias"] + 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "last.pt", "model"]
-
-
-def test_a_full_disk_leaves_the_old_folder(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(10_000)}, tmp_path / "last.pt")
-    base, output = base_folder(tmp_path / "base"), tmp_path / "model"
-    given = (tmp_path / "last.pt", "--config", base, "--output", output)
-    assert export(*given).exit_code == 0
     with full_disk(1000):
-        result = export(*given, "--overwrite")
+        result = export(
+            tmp_path / "last.pt", "--config", base_folder(tmp_path / "base"), "--output", tmp_path / "model"
+        )
     assert (result.exit_code, "could not be written" in told(result)) == (1, True)
-    assert load_folder(output)["w"].shape == (10_000,)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "last.pt", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "last.pt"]
 
 
 def no_model(folder: Path) -> list[object]:
@@ -199,11 +184,9 @@ def good(folder: Path) -> list[object]:
         (lambda _: ["host:notaport"], [], "notaport"),
         (good, ["--config", "nothing"], "there is no directory nothing"),
         (good, ["--config", "."], "has no config.json"),
-        (good, ["--output", "base"], "exists; give --overwrite"),
-        (good, ["--output", "base", "--overwrite"], "is the folder of --config"),
+        (good, ["--output", "base"], "is not empty; remove it"),
         (good, ["--output", "deep/er"], "there is no directory"),
         (good, ["--output", "last.pt"], "exists and is no directory"),
-        (good, ["--output", "other", "--overwrite"], "is no folder of a model"),
         (good, ["--max-shard-bytes", "0"], "--max-shard-bytes"),
     ],
 )
@@ -216,8 +199,6 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base_folder(tmp_path / "base")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "letter").touch()
     result = export(*source(tmp_path), "--config", "base", "--output", "model", *more)
     assert result.exit_code == 2, result.output
     assert message in told(result)

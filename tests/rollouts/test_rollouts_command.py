@@ -76,7 +76,7 @@ def test_wrong_arguments_are_usage_errors(tmp_path: Path) -> None:
     needed = ["rollouts", "--environment", DIGIT, "--engine", "http://127.0.0.1:1", "--feed", "http://127.0.0.1:2"]
     for options, message in [
         (["--environment-args", "[1]"], "--environment-args must be a JSON object"),
-        (["--sampling-args", "{"], "is not JSON"),
+        (["--sampling-args", "{"], "--sampling-args must be a JSON object"),
         (["--group-size", "0"], "--group-size"),
         (["--truncated", "never"], "--truncated"),
         (["--environment", "nothing_of_that_name"], "cannot be loaded"),

@@ -54,17 +54,7 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
 
 
-def test_a_follower_leaves_when_its_owner_asks_it_to(tmp_path: Path) -> None:
-    publisher, path = WeightPublisher(), tmp_path / "now.safetensors"
-    with Publishing(publisher) as endpoint, follow(endpoint, path) as process:
-        own = process.expect("ready")["endpoint"]
-        told = averaging_command("leave", own)
-        assert told.returncode == 0, told.stderr
-        assert told.stdout.startswith(f"{own} has left")
-        assert process.wait() == 0
-
-
-@pytest.mark.parametrize("end", ["its time is over", "its terminal closes"])
+@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C", "its terminal closes"])
 def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
     child = tmp_path / "child"

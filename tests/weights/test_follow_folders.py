@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from averaging import WeightPublisher
 from averaging.cli import main
-from averaging.cli.files import BaseFolder, FolderOptions, VersionedFolders
+from averaging.cli.files import BaseFolder, VersionedFolders
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import JsonProcess, averaging_process
 from tests.weights.test_weights import Publishing, same, state, stepped
@@ -105,6 +105,14 @@ def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, mon
     result = CliRunner().invoke(main, ["follow", "127.0.0.1:1", "--output", "now", *arguments])
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
+
+
+def test_a_version_that_is_written_again_replaces_itself(tmp_path: Path) -> None:
+    folders = VersionedFolders(tmp_path / "now", BaseFolder(base_folder(tmp_path / "base"), 1000), 2)
+    folders.write(1, {"w": torch.zeros(1)}, {})
+    folders.write(1, {"w": torch.ones(1)}, {})
+    assert load_folder(tmp_path / "now" / "newest")["w"].tolist() == [1.0]
+    assert versions(tmp_path / "now") == ["newest", "version-1"]
 
 
 def test_ctrl_c_while_a_version_is_written_leaves_whole_versions_only(tmp_path: Path) -> None:
