@@ -36,18 +36,12 @@ MAX_SECONDS = 1e7
 
 
 class CurvePoint(NamedTuple):
-    """One point of the curves.
+    """One point of the curves."""
 
-    Attributes:
-        time: seconds since the epoch.
-        bytes_in, bytes_out: bytes per second that all peers received and sent.
-        speeds: local steps per second by endpoint.
-    """
-
-    time: float
-    bytes_in: float
-    bytes_out: float
-    speeds: Mapping[str, float]
+    time: float  # seconds since the epoch
+    bytes_in: float  # bytes per second that all peers received
+    bytes_out: float  # bytes per second that they sent
+    speeds: Mapping[str, float]  # local steps per second by endpoint
 
 
 @dataclass(slots=True)

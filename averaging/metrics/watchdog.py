@@ -49,7 +49,6 @@ class LagRecord:
     def __init__(self) -> None:
         self.stalled = 0.0
         self._asked: float | None = None  # when it was asked, if it has not answered yet
-        self._excused = 0.0  # seconds since then in which the interpreter stood still
         self._recent: deque[tuple[float, float]] = deque()  # (time, lag) of the answers in the window
         self._logged = False
 
@@ -57,30 +56,31 @@ class LagRecord:
         """Whether a callback is to be sent to the loop: it has answered the one before."""
         if self._asked is not None:
             return False
-        self._asked, self._excused = now, 0.0
+        self._asked = now
         return True
 
     def answer(self, now: float) -> float | None:
         """The callback runs. Returns how long the loop stood still, if that was logged when it began."""
         if self._asked is None:
             return None
-        lag, own = now - self._asked, self._own_lag(now)
-        self._recent.append((now, lag))
-        self.longest(now)  # forgets the old ones
-        self.stalled += lag if lag >= STALL else 0.0
-        was_logged, self._asked, self._logged = self._logged, None, False
-        return own if was_logged else None
+        lag, was_logged = self.lag(now), self._logged
+        self._late(lag, now)
+        self._asked, self._logged = None, False
+        return lag if was_logged else None
 
     def excuse(self, seconds: float, now: float) -> None:
-        """The interpreter stood still meanwhile, which is logged itself. Nothing ran in the loop either."""
-        self._excused += seconds
-        if self._asked is None:
-            self._recent.append((now, seconds))
-            self.stalled += seconds
+        """The interpreter stood still, which is logged itself: the loop is not blamed, but asked as of now."""
+        self._late(seconds, now)
+        self._asked = None if self._asked is None else now
+
+    def _late(self, seconds: float, now: float) -> None:
+        self._recent.append((now, seconds))
+        self.longest(now)  # forgets the old ones
+        self.stalled += seconds if seconds >= STALL else 0.0
 
     def begins_to_stall(self, now: float) -> bool:
         """Whether the loop does not answer for so long that it is to be logged now."""
-        begins = not self._logged and self._own_lag(now) >= LOGGED_STALL
+        begins = not self._logged and self.lag(now) >= LOGGED_STALL
         self._logged |= begins
         return begins
 
@@ -93,9 +93,6 @@ class LagRecord:
         while self._recent and now - self._recent[0][0] > LAG_WINDOW:
             self._recent.popleft()
         return max([lag for _, lag in tuple(self._recent)] + [self.lag(now)])
-
-    def _own_lag(self, now: float) -> float:
-        return max(0.0, self.lag(now) - self._excused)
 
 
 class WatchedLoop:

@@ -42,12 +42,6 @@ MAX_MESSAGE_BYTES = 4 << 20
 class Collector:
     """Collects what the peers of one run say of themselves. An async context manager; it belongs to one event loop.
 
-    ```python
-    async with Collector(["192.0.2.7:4222"]) as collector:
-        async for snapshot in collector.snapshots():
-            print(snapshot.rounds_per_minute)
-    ```
-
     Args:
         given: `host:port` of peers of the run. One that answers is enough.
         credentials: certificates and tokens, see `averaging.rpc.read_credentials`.

@@ -20,36 +20,22 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """One peer of a run, as it was when it answered last.
-
-    Attributes:
-        endpoint: its endpoint.
-        error: why it did not answer the last time, or cannot be asked; empty if it did, or was not asked yet.
-        silent_seconds: seconds since its last answer; None if there was none.
-        status: its last answer; None if there was none.
-        round_trip_seconds: seconds that the last answer took.
-        account: of a peer that cannot be asked, such as a client: what another member's last receipt says of it.
-        window_seconds: seconds that the rates below cover; 0 if they are unknown.
-        rounds_per_minute: rounds that averaged.
-        bytes_sent_per_second, bytes_received_per_second: in rounds.
-        waiting_share: fraction of the time in which it waited for other peers in rounds.
-        phase_seconds: seconds of a round by phase, on average.
-        receipts: receipts that came with this answer, the oldest first; none was in an earlier snapshot.
-    """
+    """One peer of a run, as it was when it answered last."""
 
     endpoint: str
-    error: str = ""
-    silent_seconds: float | None = None
-    status: PeerStatus | None = None
-    round_trip_seconds: float = 0.0
+    error: str = ""  # why it did not answer the last time, or cannot be asked; empty if it did, or was not asked yet
+    silent_seconds: float | None = None  # seconds since its last answer; None if there was none
+    status: PeerStatus | None = None  # its last answer
+    round_trip_seconds: float = 0.0  # seconds that the last answer took
+    # of a peer that cannot be asked, such as a client: what another member's last receipt says of it
     account: Account | None = None
-    window_seconds: float = 0.0
-    rounds_per_minute: float | None = None
-    bytes_sent_per_second: float | None = None
+    window_seconds: float = 0.0  # seconds that the rates below cover; 0 if they are unknown
+    rounds_per_minute: float | None = None  # rounds that averaged
+    bytes_sent_per_second: float | None = None  # in rounds, as the next
     bytes_received_per_second: float | None = None
-    waiting_share: float | None = None
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    receipts: tuple[Receipt, ...] = ()
+    waiting_share: float | None = None  # fraction of the time in which it waited for other peers in rounds
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # seconds of a round by phase, on average
+    receipts: tuple[Receipt, ...] = ()  # those with this answer, the oldest first; none was in an earlier snapshot
 
     @property
     def answers(self) -> bool:
@@ -93,19 +79,16 @@ class PeerView:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """How its parts travelled in its last round: direct, sealed, grpc."""
         accounts = self.last_round.accounts if self.last_round else ()
         return tuple(sorted({account.lane for account in accounts if account.lane}))
 
     @property
     def own_account(self) -> Account | None:
-        """What the receipt of its last round says of itself."""
         accounts = self.last_round.accounts if self.last_round else ()
         return next((account for account in accounts if account.endpoint == self.endpoint), None)
 
     @property
     def weight(self) -> str:
-        """Its weight in its last round, with the unit; empty if unknown."""
         account = self.own_account
         return "" if account is None else account.weight_text.removeprefix("weight ")
 
@@ -116,7 +99,6 @@ class PeerView:
 
     @property
     def state(self) -> str:
-        """One word for sorting and filtering: what it does, or silent, client, asked."""
         if self.answers:
             return self.doing
         return "client" if self.is_client else "silent" if self.error else "asked"
@@ -137,13 +119,11 @@ class RunSnapshot:
 
     @property
     def global_step(self) -> int | None:
-        """The highest global step; None if no peer has one."""
         steps = [peer.training.global_step for peer in self.peers if peer.training and peer.training.global_step]
         return max(steps, default=None)
 
     @property
     def late(self) -> tuple[PeerView, ...]:
-        """The peers that have missed rounds and wait to join a later one."""
         return tuple(peer for peer in self.answering if peer.training and peer.training.missed)
 
     @property
@@ -154,7 +134,6 @@ class RunSnapshot:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of all peers together, as far as they count samples; None if none does."""
         rates = [peer.training.samples_per_second for peer in self.answering if peer.training]
         return sum(known) if (known := [rate for rate in rates if rate is not None]) else None
 
@@ -170,14 +149,12 @@ class RunSnapshot:
 
     @property
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds of a round by phase, on average over the peers."""
         every = [peer.phase_seconds for peer in self.answering if peer.phase_seconds]
         names = dict.fromkeys(name for phases in every for name in phases)
         return {name: sum(phases.get(name, 0.0) for phases in every) / len(every) for name in names}
 
     @property
     def waiting_share(self) -> float | None:
-        """Fraction of their time in which the peers wait for each other; None while unknown."""
         shares = [peer.waiting_share for peer in self.answering if peer.waiting_share is not None]
         return sum(shares) / len(shares) if shares else None
 
@@ -192,7 +169,6 @@ class RunSnapshot:
 
     @property
     def readers(self) -> list[tuple[str, WeightReader]]:
-        """Followers and explorers, each with the endpoint of the peer from which it gets weights."""
         return [(peer.endpoint, each) for peer in self.answering if peer.status for each in peer.status.readers]
 
 

@@ -47,7 +47,7 @@ class Column:
         return None if found in ("", ()) else found
 
     def sorted(self, peers: Sequence[PeerView], *, reverse: bool = False) -> list[PeerView]:
-        """The peers in the order of this column: names ascending, numbers descending, unless reversed."""
+        """Names ascending, numbers descending, unless reversed."""
         known = sorted((peer for peer in peers if self.key(peer) is not None), key=lambda peer: peer.endpoint)
         known.sort(key=self.key, reverse=self.right != reverse)
         return known + [peer for peer in peers if self.key(peer) is None]

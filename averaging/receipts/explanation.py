@@ -19,6 +19,18 @@ T = TypeVar("T")
 AS_FAST = 0.8
 """A peer is slow if its step rate is below this fraction of the others' median."""
 
+LOCAL_STEPS = (
+    "use fewer local steps between rounds (sync_every=) at {0}, in proportion to its step rate, or a smaller batch; or "
+    "use GradientAveraging, in which unequal peers share a batch"
+)
+REMEDIES = {
+    "GradientAveraging": "the others wait for one batch of {0}; use a smaller batch_size there, or a larger "
+    "target_batch_size at all peers",
+    # Other strategies need all peers in one group.
+    "LocalSGD": f"{LOCAL_STEPS}; or set a smaller group_size at all peers, so that groups begin without it",
+}
+"""For a slow peer, by the strategy of the run."""
+
 
 def last_to_arrive(receipts: Iterable[Receipt]) -> LateArrival | None:
     """Returns the member that most receipts of one group name as the last, with the median of their seconds."""
@@ -68,37 +80,13 @@ def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
     )
     rates = {peer: statistics.median(values) for peer, values in announced.items()}
     rate = rates.pop(name, None)
-    if rate is None or not rates:
-        yield f"hint: {_remedy(name, teller.strategy, '')}"
-        return
-    others = statistics.median(rates.values())
-    yield f"step rate: {name} {teller.rate_text(rate)}, the others {teller.rate_text(others)} (median)"
-    if rate < AS_FAST * others:
-        yield f"hint: {_remedy(name, teller.strategy, f', about {rate / others:.2g} times as many as the others make')}"
-    else:
-        yield (
-            f"hint: {name} is as fast as the others; it may make more local steps between rounds, or stop for "
-            "evaluations and checkpoints"
-        )
-
-
-def _remedy(name: str, strategy: str, count: str) -> str:
-    """Remedies for a slow peer.
-
-    Args:
-        name: the peer.
-        strategy: see `Receipt`.
-        count: text about the number of local steps that it should make; empty if unknown.
-    """
-    if strategy == "GradientAveraging":
-        return (
-            f"the others wait for one batch of {name}; use a smaller batch_size there, or a larger "
-            "target_batch_size at all peers"
-        )
-    remedies = [f"use fewer local steps between rounds (sync_every=) at {name}{count}", "or a smaller batch"]
-    if strategy == "LocalSGD":  # other strategies need all peers in one group
-        remedies.append("or set a smaller group_size at all peers, so that groups begin without it")
-    return "; ".join([*remedies, "or use GradientAveraging, in which unequal peers share a batch"])
+    if rate is not None and rates:
+        others = statistics.median(rates.values())
+        yield f"step rate: {name} {teller.rate_text(rate)}, the others {teller.rate_text(others)} (median)"
+        if rate >= AS_FAST * others:
+            yield f"hint: {name} is as fast as the others; it may make more local steps, or stop for evaluations"
+            return
+    yield f"hint: {REMEDIES.get(teller.strategy, LOCAL_STEPS).format(name)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,16 +108,11 @@ class ReceiptLog:
     """A file to which receipts are appended, each in one write.
 
     Failures never raise, because a round matters more than its receipt. The first failure logs a warning, and later
-    receipts are tried again. A file that was moved or removed, as by log rotation, is created again.
-
-    Args:
-        path: the file, created with the first receipt if it does not exist.
+    receipts are tried again. The file is opened for each, so it may be moved or removed, as by log rotation.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._file: int | None = None
-        self._in_line = False  # the file ends in the middle of a line
         self._lost = 0
         self._warned = False
 
@@ -139,40 +134,19 @@ class ReceiptLog:
                 logger.warning("receipts are written to %s again; %d are missing", self._path, self._lost)
                 self._lost = 0
 
-    def close(self) -> None:
-        """Closes the file. A further receipt would open it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                os.close(file)
-            except OSError as error:
-                logger.warning("%s may lack the last receipts: %s", self._path, error.strerror)
-
     def _write(self, line: bytes) -> None:
-        if self._file is not None and not _is_at(self._path, self._file):
-            self.close()
-        if self._file is None:
-            self._file = os.open(self._path, FLAGS, 0o666)
-            self._in_line = _ends_in_a_line(self._path)
-        line = b"\n" + line if self._in_line else line
-        written = os.write(self._file, line)  # one write per line, so that lines of several writers do not mix
-        self._in_line = written < len(line) and line[written - 1 : written] != b"\n"
+        line = b"\n" * _ends_in_a_line(self._path) + line
+        file = os.open(self._path, FLAGS, 0o666)
+        try:
+            written = os.write(file, line)  # one write per line, so that lines of several writers do not mix
+        finally:
+            os.close(file)
         if written < len(line):
             raise OSError(f"only {written} of {len(line)} bytes were written")
 
 
-def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is still the one at `path`; True if that cannot be determined."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file))
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-
-
 def _ends_in_a_line(path: Path) -> bool:
-    """Whether an existing file does not end with a newline."""
+    """Whether an existing file does not end with a newline, as after a full disk or the death of its writer."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -265,8 +239,6 @@ class ReceiptBook:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Closes the file. Watchers end once they have all receipts."""
+        """Watchers end once they have all receipts."""
         self._closed = True
         self._wake()
-        if self._log is not None:
-            self._log.close()

@@ -105,26 +105,17 @@ async def test_a_taken_port_is_an_error_that_says_which_option() -> None:
         with spelling(as_flag), pytest.raises(ListenError, match="--metrics-listen.*a port that nobody uses"):
             await Component().observed(observed.endpoint).__aenter__()
         assert await get(observed.endpoint, "/healthz") == (200, "ok\n")
-
-
-@pytest.mark.asyncio
-async def test_an_unknown_host_is_an_error() -> None:
     with pytest.raises(ListenError, match=r"metrics_listen.*not known"):
         await Component().observed("host.invalid:0").__aenter__()
 
 
 @pytest.mark.asyncio
-async def test_ipv6() -> None:
-    async with Component().observed("[::1]:0") as observed:
+async def test_ipv6_and_all_addresses_of_the_machine() -> None:
+    async with Component().observed("[::1]:0") as observed, Component().observed("[::]:0") as everywhere:
         assert observed.endpoint.startswith("[::1]:")
-        assert await get(observed.endpoint, "/healthz") == (200, "ok\n")
-
-
-@pytest.mark.asyncio
-async def test_all_addresses_of_the_machine() -> None:
-    async with Component().observed("[::]:0") as observed:
-        port = parse_address(observed.endpoint)[1]
-        assert await get(f"127.0.0.1:{port}", "/healthz") == (200, "ok\n")
+        port = parse_address(everywhere.endpoint)[1]
+        for endpoint in (observed.endpoint, f"127.0.0.1:{port}"):
+            assert await get(endpoint, "/healthz") == (200, "ok\n")
 
 
 @pytest.mark.asyncio
@@ -157,21 +148,12 @@ def _status(endpoint: str) -> int:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("sent", [b"\r\n\r\n", b"GET\r\n\r\n", b"\xff\0" * 99, b"GET / HTTP/1.1\r\n" + b"A" * 70000])
-async def test_what_is_no_request_harms_nothing(sent: bytes) -> None:
+async def test_what_is_no_request_harms_nothing_and_only_reading_is_allowed() -> None:
     async with Component().observed() as observed:
-        await asyncio.to_thread(_send, observed.endpoint, sent)
-        assert await get(observed.endpoint, "/healthz") == (200, "ok\n")
-
-
-def _send(endpoint: str, request: bytes) -> None:
-    with socket.create_connection(parse_address(endpoint)) as connection:
-        connection.sendall(request)
-
-
-@pytest.mark.asyncio
-async def test_only_reading_is_allowed() -> None:
-    async with Component().observed() as observed:
+        for sent in (b"\r\n\r\n", b"GET\r\n\r\n", b"\xff\0" * 99, b"GET / HTTP/1.1\r\n" + b"A" * 70000):
+            with socket.create_connection(parse_address(observed.endpoint)) as connection:
+                connection.sendall(sent)
+            assert await get(observed.endpoint, "/healthz") == (200, "ok\n")
         assert await asyncio.to_thread(_request, observed.endpoint, "POST") == 501
         assert await asyncio.to_thread(_request, observed.endpoint, "HEAD") == 200
 

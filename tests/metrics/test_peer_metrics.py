@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import threading
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import BlockingPeer, DecentralizedAverager, DiLoCo, PeerConfig, averager
-from averaging.errors import ListenError
-from averaging.metrics import watchdog
+from averaging import DecentralizedAverager, DiLoCo, PeerConfig, averager
 from averaging.security import read_credentials
 from averaging.strategies import RunStart
 from averaging.training import of_rank
@@ -24,7 +20,6 @@ from tests.metrics.scraping import http_get, scrape
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm
 from tests.support.ports import free_port
-from tests.support.processes import JsonProcess
 
 ANY_PORT = "127.0.0.1:0"
 
@@ -34,9 +29,9 @@ def ones() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.asyncio
-async def test_a_round_is_counted() -> None:
+async def test_a_round_is_counted_and_nothing_that_identifies_a_peer_is_told() -> None:
     async with AsyncExitStack() as stack:
-        peers = await swarm(stack, [ones(), ones(), ones()], metrics_listen=ANY_PORT)
+        peers = await swarm(stack, [ones(), ones(), ones()], metrics_listen=ANY_PORT, run_id="a-secret-name")
         receipts = await average(*peers)
         for peer, receipt in zip(peers, receipts, strict=True):
             page = await asyncio.to_thread(scrape, peer.metrics_endpoint)
@@ -52,31 +47,8 @@ async def test_a_round_is_counted() -> None:
             assert page["averaging_ready"][()] == 1
             assert page["averaging_last_average_timestamp_seconds"][()] >= receipt.started
             assert "averaging_certificate_expiry_timestamp_seconds" not in page
-
-
-@pytest.mark.asyncio
-async def test_nothing_that_identifies_a_peer_is_told() -> None:
-    async with AsyncExitStack() as stack:
-        peers = await swarm(stack, [ones(), ones()], metrics_listen=ANY_PORT, run_id="a-secret-name")
-        await average(*peers)
-        _, page = await asyncio.to_thread(http_get, peers[0].metrics_endpoint, "/metrics")
-        assert not [name for name in ("a-secret-name", *(peer.endpoint for peer in peers)) if name in page]
-
-
-@pytest.mark.asyncio
-async def test_it_is_off_by_default() -> None:
-    async with AsyncExitStack() as stack:
-        peer = await enter(stack, ones())
-        assert peer.metrics_endpoint == ""
-        assert "metrics" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.asyncio
-async def test_a_taken_port_ends_the_start_and_leaves_nothing_open() -> None:
-    async with AsyncExitStack() as stack:
-        first = await enter(stack, ones(), metrics_listen=ANY_PORT)
-        with pytest.raises(ListenError, match="metrics_listen"):
-            await enter(stack, ones(), metrics_listen=first.metrics_endpoint)
+            _, text = await asyncio.to_thread(http_get, peer.metrics_endpoint, "/metrics")
+            assert not [name for name in ("a-secret-name", *(each.endpoint for each in peers)) if name in text]
 
 
 @pytest.mark.asyncio
@@ -111,29 +83,6 @@ async def test_the_expiry_of_the_certificate(tmp_path: Path) -> None:
         assert page["averaging_certificate_expiry_timestamp_seconds"][()] == tls.expires
 
 
-def test_a_peer_names_the_gil_that_is_held_in_its_log_and_metrics(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """2 s in place of a minute."""
-    monkeypatch.setattr(watchdog, "LOGGED_STALL", 1.0)
-    with BlockingPeer(ones(), run_id="blocking", metrics_listen=ANY_PORT) as peer:
-        before = scrape(peer.metrics_endpoint)["averaging_interpreter_stall_seconds_total"][()]
-        ctypes.PyDLL(None).sleep(2)
-        end = time.monotonic() + 60
-        while (page := scrape(peer.metrics_endpoint))["averaging_interpreter_stall_seconds_total"][()] < before + 1:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        assert page["averaging_loop_lag_seconds"][()] > 1
-    message = next(text for text in caplog.messages if "stood still" in text)
-    assert "a thread kept the GIL" in message
-    assert "thread MainThread is at " in message  # which has gone on to the next line meanwhile
-
-
-def test_a_blocking_peer() -> None:
-    with BlockingPeer(ones(), run_id="blocking", metrics_listen=ANY_PORT) as peer:
-        assert http_get(peer.metrics_endpoint, "/readyz") == (200, "ready\n")
-
-
 def an_averager(**options: Any) -> DecentralizedAverager:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,26 +112,6 @@ def test_an_averager_is_ready_once_it_holds_the_state_of_its_run(monkeypatch: py
         assert page["averaging_global_step"][()] == 1
     with pytest.raises(OSError, match="refused"):
         http_get(address, "/readyz")
-
-
-def test_the_command_tells_its_port(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(ones(), tmp_path / "a.safetensors")
-    command = (
-        "python",
-        "-m",
-        "averaging",
-        "peer",
-        str(tmp_path / "a.safetensors"),
-        "--run-id",
-        "demo",
-        "--serve",
-        "--json",
-    )
-    with JsonProcess(*command, "--metrics-listen", ANY_PORT) as process:
-        ready = process.expect("ready")
-        assert http_get(ready["metrics"], "/readyz") == (200, "ready\n")
 
 
 @pytest.mark.parametrize(

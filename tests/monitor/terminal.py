@@ -73,11 +73,6 @@ class TerminalProcess:
         """Sends keys."""
         os.write(self._terminal, keys.encode())
 
-    def resize(self, columns: int, lines: int) -> None:
-        """Changes the size, as a window does."""
-        self.screen.resize(lines, columns)
-        self._set_size(columns, lines)
-
     def wait(self) -> int:
         """Reads until the command has ended; returns its exit code."""
         end = time.monotonic() + DEADLINE

@@ -52,25 +52,11 @@ def test_64_peers_in_a_small_terminal(many: str) -> None:
         assert b"\x1b[?1049l" in terminal.written[-200:]  # the screen of before
 
 
-def test_the_size_changes(many: str) -> None:
-    with TerminalProcess("top", many) as terminal:
-        terminal.until(all_answer)
-        terminal.resize(300, 50)
-        terminal.until(lambda lines: "SOFTWARE" in "".join(lines) and "end" in lines[49])
-        terminal.resize(30, 8)
-        terminal.until(lambda lines: any(line.startswith(" 127.0.0.1:") for line in lines))
-        terminal.press("\x03")
-        assert terminal.wait() == 0
-
-
 def test_a_stopped_process_is_shown_with_the_reason_until_it_goes_on() -> None:
-    with JsonProcess("python", "-m", "tests.monitor.monitored", "2") as process:
-        endpoint = process.expect("ready")["endpoint"]
-        _stop_and_go_on(process, endpoint)
-
-
-def _stop_and_go_on(process: JsonProcess, endpoint: str) -> None:
-    with TerminalProcess("top", endpoint) as terminal:
+    with (
+        JsonProcess("python", "-m", "tests.monitor.monitored", "2") as process,
+        TerminalProcess("top", process.expect("ready")["endpoint"]) as terminal,
+    ):
         terminal.until_text("2 peers, 2 answer")
         process.signal(signal.SIGSTOP)
         terminal.until_text("2 peers, 0 answer")
@@ -79,7 +65,7 @@ def _stop_and_go_on(process: JsonProcess, endpoint: str) -> None:
         terminal.until_text("2 peers, 2 answer")
         process.kill()
         terminal.until_text("connection refu")
-        terminal.press("q")
+        terminal.press("\x03")
         assert terminal.wait() == 0
 
 

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from averaging.receipts.explanation import describe, describe_late, explain, last_to_arrive, merge
+from averaging.receipts.explanation import describe, describe_late, last_to_arrive, merge
 from averaging.receipts.receipt import Account, LateArrival, Receipt
-from tests.receipts.made import A, B, C, D, receipt, receipts
+from tests.receipts.made import A, B, C, D, receipt
 
 LATE = LateArrival(D, 9.0)
 
@@ -57,7 +54,6 @@ def test_the_remedy_fits_the_strategy() -> None:
     local, diloco, gradients, own = map(remedy, ("LocalSGD", "DiLoCo", "GradientAveraging", ""))
     for text in (local, diloco, own):
         assert "fewer local steps" in text
-        assert "0.1 times" in text
         assert "GradientAveraging" in text
     assert "group_size" in local
     assert "group_size" not in diloco  # who is in another group has no part in a step
@@ -70,7 +66,6 @@ def test_without_step_rates_a_remedy_is_reported_all_the_same() -> None:
     for rates in ((None,) * 4, (50.0, 50.0, 50.0, None), (None, None, None, 5.0)):
         lines = told(*rounds(3, A, rates=rates))
         assert [line.split(":")[0] for line in lines] == ["last to arrive", "hint"]
-        assert "times" not in lines[1]
 
 
 def test_whoever_steps_as_fast_as_the_others_is_late_for_another_reason() -> None:
@@ -107,16 +102,4 @@ def test_most_of_the_receipts_decide_who_came_last() -> None:
     assert last_to_arrive([receipt()]) is None
     stranger = replace(receipt(), last_to_arrive=LateArrival("stranger:1", 9.0))
     assert last_to_arrive([stranger]) is None
-
-
-def test_it_is_in_the_line_of_a_round_and_in_the_summary() -> None:
-    one = receipt(last_to_arrive=LateArrival(D, 0.0421))
-    assert f"{D} arrived 42 ms after the others" in describe(merge([one])[0])
-    assert f"{D} arrived 42 ms after the others" in str(one)
-    assert "arrived" not in str(receipt())
-    assert any(line.startswith("last to arrive: ") for line in explain([one], summary_only=True))
-
-
-@given(st.lists(receipts, max_size=4))
-def test_any_receipts_are_reported(given: list[Receipt]) -> None:
-    assert all(isinstance(line, str) for line in told(*given))
+    assert f"{D} arrived 42 ms after the others" in describe(merge([receipt(last_to_arrive=LateArrival(D, 0.0421))])[0])

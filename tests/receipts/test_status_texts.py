@@ -5,61 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from averaging.common.safe_msgpack import duration
+from averaging.common.sanitize import duration
 from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt
 from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
 from tests.receipts.made import A, B, C, D, receipt
+from tests.support.grpc_fakes import STATUS
 
 EVIL = "\x1b[2J<script>\n"
 
 
 def status(**changes: Any) -> PeerStatus:
-    values: dict[str, Any] = {
-        "endpoint": A,
-        "run_id": "demo",
-        "mode": "node",
-        "software": "averaging 0",
-        "started": 1.7e9,
-        "schema_hash": b"x" * 32,
-        "group_key": "demo.0b",
-        "looking": False,
-        "declared_expiration": 0.0,
-        "leader": "",
-        "group_id": b"",
-        "members": (),
-        "last_round": None,
-        "rounds": 17,
-        "state_version": 18,
-        "known_peers": 4,
-    }
-    return PeerStatus(**values | changes)
+    idle: dict[str, Any] = {"members": (), "looking": False, "leader": "", "training": None, "last_round": None}
+    of_run = {"endpoint": A, "run_id": "demo", "rounds": 17, "state_version": 18, "known_peers": 4}
+    return replace(STATUS, **{**idle, **of_run, **changes})
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0 ms"),
-        (0.00042, "0.4 ms"),
-        (0.0123, "12 ms"),
-        (0.534, "0.53 s"),
-        (12.14, "12.1 s"),
-        (840.0, "14 min"),
-        (11600.0, "3.2 h"),
-    ],
-)
-def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_a_receipt_of_a_small_model_has_small_units() -> None:
-    small = receipt(seconds=0.012, allreduce_seconds=0.004, bytes_sent=388, bytes_received=3 << 10)
-    assert str(small) == "round 17: averaged with 3 others in 12 ms (all-reduce 4 ms, 388 bytes out, 3.0 KiB in)"
-
-
-def test_one_byte_is_not_many() -> None:
-    assert "1 byte out, 0 bytes in" in str(receipt(bytes_sent=1, bytes_received=0))
+def test_units_fit_the_numbers() -> None:
+    texts = {0.0: "0 ms", 0.00042: "0.4 ms", 0.0123: "12 ms", 0.534: "0.53 s", 12.14: "12.1 s", 840.0: "14 min"}
+    assert {seconds: duration(seconds) for seconds in (*texts, 11600.0)} == texts | {11600.0: "3.2 h"}
+    small = receipt(seconds=0.012, allreduce_seconds=0.004, bytes_sent=1, bytes_received=3 << 10)
+    assert str(small) == "round 17: averaged with 3 others in 12 ms (all-reduce 4 ms, 1 byte out, 3.0 KiB in)"
 
 
 def test_a_receipt_and_both_kinds_of_status_say_who_came_late() -> None:
@@ -82,16 +47,6 @@ def test_a_status_is_one_short_line() -> None:
     )
     assert str(trains).startswith(told)
     assert str(TrainingStatus(3, None, 0.0, frozenset((A,)), True, None, status())) == "step 3, alone; no round yet"
-
-
-def test_repr_has_everything() -> None:
-    for shown in (
-        receipt(),
-        status(last_round=receipt()),
-        TrainingStatus(3, 1, 0.0, frozenset((A,)), True, None, status()),
-    ):
-        assert repr(shown).startswith(type(shown).__name__ + "(")
-        assert "demo" in repr(shown)
 
 
 def test_strangers_write_nothing_but_text() -> None:

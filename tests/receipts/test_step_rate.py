@@ -1,4 +1,4 @@
-"""The step rate: what is measured of a peer's own work, and what is believed of others."""
+"""How fast a training goes: what its status says, what is measured of a peer's own work, what others are believed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
+from averaging.receipts.progress import MARKS, TrainingPace
 from averaging.receipts.receipt import Account
 from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
-HOSTILE: list[Any] = [
-    None,
-    math.nan,
-    math.inf,
-    -math.inf,
-    0.0,
-    -1.0,
-    2 * MAX_RATE,
-    MIN_RATE / 2,
-    2**64 - 1,
-    -(2**63),
-    True,
-    "50",
-    b"50",
-    [50.0],
-    {},
-]
+NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, 0.0, -1.0, 2 * MAX_RATE, MIN_RATE / 2, 2**64 - 1, -(2**63)]
+HOSTILE = [*NUMBERS, None, True, "50", b"50", [50.0], {}]
 
 
 def step(rate: StepRate, now: float, script: float, inside: float = 0.0, waits: float = 0.0, units: float = 1) -> float:
@@ -126,3 +112,35 @@ def test_a_large_record_is_not_read() -> None:
 def test_a_weight_is_written_with_its_unit() -> None:
     assert Account("192.0.2.1:1", weight=400.0, weight_unit="samples").weight_text == "weight 400 samples"
     assert Account("192.0.2.1:1", weight=2.0).weight_text == "weight 2"
+
+
+# The pace in the status of a peer.
+
+
+def test_steps_and_samples_per_second() -> None:
+    pace = TrainingPace(100.0)
+    assert pace.per_second(200.0) == (None, None)
+    for step in range(10):
+        pace.count(32, 100.0 + 2 * (step + 1))
+    assert pace.per_second(120.0) == (0.5, 16.0)
+    assert pace.per_second(123.0) == (0.5, 16.0)  # in the midst of the next step
+    assert (pace.steps, pace.samples) == (10, 320.0)
+
+
+def test_a_training_that_has_stopped_becomes_slower_and_slower_and_samples_may_be_unknown() -> None:
+    pace = TrainingPace(0.0)
+    for step in range(10):
+        pace.count(0, step + 1.0)
+    assert pace.per_second(20.0) == (0.5, None)
+    assert pace.per_second(100.0) == (0.1, None)
+
+
+def test_only_the_last_steps_count_and_memory_is_bounded() -> None:
+    pace = TrainingPace(0.0)
+    for step in range(10_000):
+        pace.count(1, 0.01 * (step + 1))
+    for step in range(10_000):
+        pace.count(1, 100 + 0.02 * (step + 1))
+    steps, samples = pace.per_second(300.0)
+    assert steps == samples == pytest.approx(50.0)
+    assert len(pace._marks) == MARKS
