@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.common import EventLoopThread, on_loop
-from averaging.config import OnDrift, PeerConfig, configure
+from averaging.config import PeerConfig, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, PeerContext, RoundOptions
@@ -186,7 +186,6 @@ class DecentralizedAverager(OptimizerWrapper):
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
-        self._drifted: Receipt | None = None  # of the round of this step, if it has to raise
         self._on_round = on_round
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
@@ -283,7 +282,6 @@ class DecentralizedAverager(OptimizerWrapper):
                 parameters now.
             StateError: The state of the inner optimizer contains something that newcomers cannot get.
             RoundError: `finish` was called.
-            RoundError: This peer differs from most peers, and `on_drift` is "raise". The step was made.
             ClosedError: The averager was closed, or its thread has failed.
         """
         if self._has_left():
@@ -309,10 +307,6 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
-        if drifted := self._drifted:
-            self._drifted = None
-            text = f"in round {drifted.round} {'; '.join(map(str, drifted.drifted))} (on_drift='raise')"
-            raise RoundError(text, drifted=True)
         self._training_state.drive_scheduler()
         self._tell_services()
         return loss
@@ -560,10 +554,6 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
-        if self._config.on_drift is OnDrift.RAISE and any(
-            drift.endpoint == receipt.endpoint for drift in receipt.drifted
-        ):
-            self._drifted = receipt
         if self._on_round is not None:
             self._in_on_round = True
             try:

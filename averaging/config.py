@@ -11,12 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from averaging.common import (
     ADDRESS,
     ADDRESSES_TO_DIAL,
-    FILES,
     GOSSIP,
     PATH,
     SECONDS,
@@ -24,7 +23,6 @@ from averaging.common import (
     Option,
     Setting,
     check_options,
-    check_proxy,
     choice,
     is_loopback,
     merge,
@@ -46,9 +44,6 @@ from averaging.common import (
 )
 from averaging.errors import ConfigError
 from averaging.protocol import TENSOR_COMPRESSION, CompressionType, Mode, ReplyForm, parse_aggregation
-
-DEFAULT_PART_SIZE_BYTES = 1 << 20
-"""Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
 
 AUTO = "auto"
 """Value of `direct_listen`: any free port on the host of `listen`."""
@@ -72,15 +67,6 @@ class NonFinite(StrEnum):
     """A peer starts no round with such tensors, and reducers drop a sender whose part contains them."""
     ALLOW = "allow"
     """They are averaged like other numbers, and spread to all members."""
-
-
-class OnDrift(StrEnum):
-    """What a training peer does when it differs from most members of its group although it should not."""
-
-    WARN = "warn"
-    """It logs a warning, as all peers do that see it."""
-    RAISE = "raise"
-    """`step` raises a RoundError."""
 
 
 DEPARTURE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -262,10 +248,6 @@ class PeerConfig:
         "round. One part in each direction for every other member must pass the link within it. See "
         "docs/operate/reliability.md.",
     )
-    min_stall_timeout: float = _timeouts(
-        1.0, SECONDS, "Lower bound of the learned timeout in seconds. {stall_timeout} wins if it is smaller."
-    )
-
     aggregation: str = _averages(
         "mean",
         text("RULE", parse_aggregation),
@@ -274,26 +256,11 @@ class PeerConfig:
         shared=True,
         alike=True,
     )
-    reply_form: ReplyForm = _averages(
-        ReplyForm.AVERAGE,
-        choice(ReplyForm),
-        "Whether reducers answer with the average, or with the difference to what was sent; `delta` suits lossy "
-        "compression of parameters. The same at all peers.",
-        shared=True,
-        alike=True,
-    )
     non_finite: NonFinite = _averages(
         NonFinite.REFUSE,
         choice(NonFinite),
         "What happens to NaN and infinity in contributions and in a downloaded state. The same at all peers, since "
         "a peer that refuses them drops the peers that send them.",
-        shared=True,
-        alike=True,
-    )
-    part_size_bytes: int = _averages(
-        DEFAULT_PART_SIZE_BYTES,
-        whole(1 << 10, 1 << 28, "BYTES"),
-        "Size of a part on the wire. The same at all peers.",
         shared=True,
         alike=True,
     )
@@ -317,36 +284,13 @@ class PeerConfig:
         "Port at which other peers reach {direct_listen} on the host of this peer's endpoint, if it differs.",
     )
 
-    proxy: str | None = _direct(
-        None,
-        text("URL", check_proxy),
-        "HTTP proxy through which this peer calls others, http://HOST:PORT or http://USER:PASSWORD@HOST:PORT; it must "
-        "allow CONNECT. Loopback and the hosts in NO_PROXY are called directly. HTTPS_PROXY and its like are not used. "
-        "With a proxy all parts travel over gRPC.",
-    )
-
     share_state: bool = _state(
         True, SWITCH, "Whether newcomers may download this peer's state. Clients never share it."
     )
-    on_drift: OnDrift = _state(
-        OnDrift.WARN,
-        choice(OnDrift),
-        "What a training peer does when its parameters or hyperparameters differ from those of most members of its "
-        "group although they should not: `warn`, or `raise` an error. See docs/operate/reliability.md.",
-        flag=False,
-    )
-
     insecure: bool = _access(
         False,
         SWITCH,
         "Whether other machines may connect although there is no TLS: each of them can change the tensors.",
-    )
-    etcd_files: Sequence[str] = _access(
-        (),
-        FILES,
-        "Certificates of etcd's authorities, the certificate with which this peer calls etcd, and its key, if "
-        "{discovery} is in etcd and it does not take the files of the run.",
-        shared=True,
     )
     receipts: FilePath | None = _access(
         None,
@@ -367,6 +311,13 @@ class PeerConfig:
         "(the warning of Slurm) or SIGUSR2. `averaging peer` leaves on SIGTERM, SIGINT and SIGHUP anyway. See "
         "docs/how-to/end-a-run.md.",
     )
+
+    # What no run has to set; tests do, in a class derived from this one.
+
+    # size of a part on the wire, the same at all peers; smaller ones cost more per byte, larger ones gain nothing
+    part_size_bytes: ClassVar[int] = 1 << 20
+    min_stall_timeout: ClassVar[float] = 1.0  # lower bound of the learned timeout; a smaller `stall_timeout` wins
+    reply_form: ClassVar[ReplyForm] = ReplyForm.AVERAGE  # what reducers answer with, the same at all peers
 
     @classmethod
     def from_toml(cls, path: FilePath, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
@@ -420,10 +371,6 @@ class PeerConfig:
 
     def _check_discovery(self) -> None:
         if not self.etcd:
-            if self.etcd_files:
-                raise ConfigError(
-                    f"{spelled('etcd_files')} is for discovery in etcd; give {spelled('discovery')}", "etcd_files"
-                )
             return
         if self.join:
             raise ConfigError(
@@ -432,16 +379,16 @@ class PeerConfig:
                 "join",
             )
         near = all(is_loopback(parse_address(member)[0]) for member in self.etcd)
-        if not self.etcd_files and self.tls_cert is None and not self.insecure and not near:
+        if self.tls_cert is None and not self.insecure and not near:
             raise ConfigError(
                 f"{spelled('discovery', self.discovery)} is reached over the network without TLS, where others could "
-                f"read and change it; give {spelled('etcd_files')}, or TLS files of the run that etcd "
-                f"takes, or {spelled('insecure')} if every machine in the network is trusted",
+                f"read and change it; give TLS files of the run that etcd takes, or {spelled('insecure')} if every "
+                "machine in the network is trusted",
                 "discovery",
             )
 
 
-OPTIONS: Mapping[str, Option] = options_of(PeerConfig)
+OPTIONS: dict[str, Option] = options_of(PeerConfig)
 """The declarations of all options of a peer, in the order of the documentation."""
 
 PeerConfig.__doc__ = f"{PeerConfig.__doc__}\n    Attributes:\n" + "".join(
@@ -462,7 +409,6 @@ _FORMER_NAMES = {
     "timeout": "round_timeout",
     "averaging_timeout": "round_timeout",
     "part_timeout": "stall_timeout",
-    "reply": "reply_form",
 }
 """The names of these options in hivemind and in earlier versions."""
 

@@ -164,15 +164,7 @@ class ProtocolViolationError(AveragingError):
 
 
 class RoundError(AveragingError):
-    """A round cannot produce an average, for example because the weights of its members sum to zero.
-
-    Attributes:
-        drifted: whether this peer differs from most peers of its run although it should not, and `on_drift` is "raise".
-    """
-
-    def __init__(self, message: str, *, drifted: bool = False) -> None:
-        super().__init__(message)
-        self.drifted = drifted
+    """A round cannot produce an average, for example because the weights of its members sum to zero."""
 
 
 class SiteError(AveragingError):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from averaging.config import DEFAULT_PART_SIZE_BYTES
+from averaging.config import PeerConfig
 from averaging.protocol.messages import COMPRESSIONS, CompressionType, TopK
 from averaging.tensors.compression import codec_of, decode, encode
 from averaging.tensors.sparse import (
@@ -106,7 +106,7 @@ def sparse_speeds(top_k: TopK, mib: int, passes: int, groups: Sequence[int] = GR
     rows = mib << 7  # of 2,048 columns
     values = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(0))
     layout, amount = BlockLayout(tuple(values.shape)), values.numel() * FLOAT_BYTES / 1e9
-    cuts = list(layout.cuts(DEFAULT_PART_SIZE_BYTES))
+    cuts = list(layout.cuts(PeerConfig.part_size_bytes))
 
     def rate(work: Callable[[], object], of: float = amount) -> float:
         return of / best_seconds(work, passes, time.thread_time)
@@ -128,7 +128,7 @@ def sparse_speeds(top_k: TopK, mib: int, passes: int, groups: Sequence[int] = GR
         "write_back_gb_per_s": rate(lambda: layout.from_blocks(flat)),
         "replies": {},
     }
-    blocks = DEFAULT_PART_SIZE_BYTES // BLOCK_ELEMENTS
+    blocks = PeerConfig.part_size_bytes // BLOCK_ELEMENTS
     part = blocks * BLOCK_ELEMENTS * FLOAT_BYTES / 1e9
     for members in groups:
         sent, reply = replies(top_k, members, blocks)
@@ -149,7 +149,7 @@ def seconds_of_a_billion(top_k: dict[str, float], reply: dict[str, float], membe
 
 def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[float, float]:
     """Returns GB of float32 per second for encoding and decoding."""
-    size = DEFAULT_PART_SIZE_BYTES // codec_of(code, values.dtype).bytes_per_element
+    size = PeerConfig.part_size_bytes // codec_of(code, values.dtype).bytes_per_element
     parts = list(torch.split(values, size))
     packed = [encode(part, code) for part in parts]
     amount = values.numel() * FLOAT_BYTES / 1e9
@@ -173,7 +173,7 @@ def measure(code: CompressionType, threads: Sequence[int], mib: int, passes: int
             "pays_below_gbit_per_s": {"one after the other": 8 * serial, "overlapped": 8 * overlapped},
         }
     for name, values in data.items():
-        part = values[: DEFAULT_PART_SIZE_BYTES // per_element]
+        part = values[: PeerConfig.part_size_bytes // per_element]
         largest, rms = errors(part, decode(encode(part, code)))
         found["errors"][name] = {"max": largest, "rms": rms}
     return found

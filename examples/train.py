@@ -93,7 +93,6 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
         group_wait=3.0,
         round_timeout=30.0,
         stall_timeout=5.0,
-        min_stall_timeout=1.0,
         on_round=tell_round,
     )
     logging.getLogger("averaging.peer").removeHandler(notes)

@@ -109,8 +109,6 @@ def default(name: str) -> str:
     value = OPTIONS[name].default
     if value is MISSING:
         return "required"
-    if name == "part_size_bytes" and value == 1 << 20:
-        return "1 MiB"
     return f"`{value.name.lower() if isinstance(value, Enum) else value!r}`"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from contextlib import ExitStack
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.files import replaced_atomically
+from averaging.cli.files import replaced_atomically, sync
 from averaging.cli.options import KindType, option, switch
 from averaging.cli.running import CommandError, InputError
 from averaging.common import number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from averaging.security import Issued
 
 CA_DAYS, PEER_DAYS = 3650, 365
@@ -27,8 +24,6 @@ CA_DAYS, PEER_DAYS = 3650, 365
 
 AUTHORITY = "ca"
 """Name of the authority's own files."""
-
-SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 
 DAYS = KindType(number("days", least=0.001, most=36500, metavar="DAYS"))
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
@@ -51,10 +46,9 @@ def ca_command() -> None:
 
 @ca_command.command("init")
 @option("--directory", "Where to write; created if needed.", "DIR", default=AUTHORITY, type=DIRECTORY)
-@option("--name", "Name of the authority in its certificate.", "NAME", default="averaging run")
 @option("--days", "Validity of the authority.", "DAYS", default=CA_DAYS, type=DAYS)
 @switch("--force", "Replace the authority; the certificates that it issued become useless.")
-def init_command(directory: Path, name: str, days: float, force: bool) -> None:
+def init_command(directory: Path, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
 
     \b
@@ -63,7 +57,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     """
     from averaging.security import make_authority
 
-    made = make_authority(name, datetime.now(UTC), days)
+    made = make_authority("averaging run", datetime.now(UTC), days)
     certificate, key = _write(directory, AUTHORITY, made, force=force)
     where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
     click.echo(
@@ -122,10 +116,8 @@ def _read_authority(directory: Path) -> Issued:
     try:
         return Issued(certificate.read_bytes(), key.read_bytes())
     except FileNotFoundError as error:
-        raise InputError(
-            f"there is no {error.filename}; make an authority first: averaging ca init --directory "
-            f"{shlex.quote(str(directory))}"
-        ) from None
+        init = f"averaging ca init --directory {shlex.quote(str(directory))}"
+        raise InputError(f"there is no {error.filename}; make an authority first: {init}") from None
     except OSError as error:
         raise CommandError(
             f"{error.filename} cannot be read: {error.strerror}; make it readable, or run this as its owner"
@@ -148,22 +140,15 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
         if present and not force:
             raise InputError(f"{' and '.join(present)} exist; give --force to replace, or another {another}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
+        with ExitStack() as stack:
+            for path, content, mode in ((key, made.key, 0o600), (certificate, made.certificate, 0o644)):
+                temporary = stack.enter_context(replaced_atomically(path))
+                temporary.touch(mode, exist_ok=False)  # nobody else may read a key, from its first byte on
+                temporary.write_bytes(content)
+                sync(temporary)  # both are complete before one is moved
     except OSError as error:
         raise CommandError(
             f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Free disk "
             "space, or give another --directory"
         ) from None
     return certificate, key
-
-
-def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:
-    """Writes temporary files, with their modes from the first byte on, and moves them when all are complete."""
-    with ExitStack() as stack:
-        for path, (content, mode) in contents.items():
-            temporary = stack.enter_context(replaced_atomically(path))
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)  # before any file is moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -122,15 +123,9 @@ def _run(examination: Examination, report: CommandOutput) -> None:
         """Writes a finding as JSON, or as a line under the machine that it is about."""
         nonlocal about
         counts[finding.severity] += 1
-        event = {
-            "event": "finding",
-            "check": finding.check,
-            "severity": finding.severity.value,
-            "peer": finding.peer,
-            "text": finding.text,
-            "remedy": finding.remedy,
-            **({"figures": dict(finding.figures)} if finding.figures else {}),
-        }
+        event = {"event": "finding", **asdict(finding)}
+        if not finding.figures:
+            del event["figures"]
         heading = "" if finding.peer == about else f"{finding.peer or 'this machine'}\n"
         about = finding.peer
         remedy = f"\n{'':19}→ {finding.remedy}" if finding.remedy else ""

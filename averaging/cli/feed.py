@@ -24,24 +24,9 @@ if TYPE_CHECKING:
 @options.security_options
 @options.insecure_option
 @options.hosts_option
-@options.count(
-    "--queue-bytes",
-    "Maximum size of the waiting groups; then status 503. The batches that are kept until the trainer saves a "
-    "checkpoint may have as much again; the oldest are dropped first.",
-    4 << 30,
-    least=1 << 10,
-    metavar="BYTES",
-)
-@options.seconds(
-    "--env-timeout",
-    "Time without posts after which an environment that all wait for gives up its part of each batch.",
-    300.0,
-)
-@options.count(
-    "--max-staleness",
-    "Versions of the weights that a group may be behind the trainer's newest. Older ones are dropped.  [default: any]",
-    least=0,
-)
+@options.count("--queue-bytes", "Limit of waiting groups; then status 503.", 4 << 30, least=1 << 10, metavar="BYTES")
+@options.seconds("--env-timeout", "Time without posts after which an environment is not waited for.", 300.0)
+@options.count("--max-staleness", "Versions that groups may be behind the trainer's newest.  [default: any]", least=0)
 @options.output_options
 def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.

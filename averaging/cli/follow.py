@@ -14,7 +14,7 @@ import click
 
 from averaging.cli import options
 from averaging.cli.files import BaseFolder, NotWrittenError, Output, VersionedFolders, read
-from averaging.cli.running import CommandError, CommandOutput, Stop, Stopped, reporting, run, with_metrics
+from averaging.cli.running import CommandError, CommandOutput, Stopped, reporting, run, with_metrics
 from averaging.common import VERSION_KEY, counted, size
 
 if TYPE_CHECKING:
@@ -98,12 +98,9 @@ def follow_command(
     `newest` moves in one step.
 
     \b
-    Have a server load each version:
+    Have a server load each version, or download one, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --exec 'curl -fsS -X POST localhost:8000/reload'
       averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000
-
-    \b
-    Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
     Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
@@ -148,13 +145,9 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
         max_bytes=given["max_bytes"],
         min_version=given["min_version"],
     )
-    session = FollowSession(follower, _open(output, given), engine, given, report)
-
-    async def follow(_: Stop) -> None:
-        await session.run()
-
+    session = FollowSession(follower, output, engine, given, report)
     try:
-        run(follow, when="; nothing was written")
+        run(lambda _: session.run(), when="; nothing was written")
     except Stopped:
         if given["once"]:
             raise
@@ -185,25 +178,18 @@ class WrittenWeights:
     frozen: int = 0  # tensors of --config
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    output: Output | VersionedFolders | None = None
-    base: WeightSnapshot | None = None
-    written: WrittenWeights | None = None
-
-
-def _open(path: Path | None, given: dict[str, Any]) -> Opened:
+def _open(
+    path: Path | None, given: dict[str, Any]
+) -> tuple[Output | VersionedFolders | None, WeightSnapshot | None, WrittenWeights | None]:
     """Checks that the output can be written, and reads it back if this command has written it."""
     if path is None:
-        return Opened()
+        return None, None, None
     if given["config"] is None:
         base, written = _read_back(path)
-        if base is None:
-            return Opened(Output(path, overwrite=given["overwrite"]))
-        return Opened(Output(path, overwrite=True), base, written)
+        output = Output(path, overwrite=given["overwrite"] or base is not None)
+        return output, base, None if base is None else written
     folders = VersionedFolders(path, BaseFolder(given["config"], given["max_shard_bytes"]), given["keep"])
-    newest = folders.newest
-    return Opened(folders) if newest is None else Opened(folders, *_read_back(newest))
+    return folders, *((None, None) if folders.newest is None else _read_back(folders.newest))
 
 
 def _read_back(path: Path) -> tuple[WeightSnapshot | None, WrittenWeights | None]:
@@ -232,7 +218,7 @@ class FollowSession:
     def __init__(
         self,
         follower: FollowerOptions,
-        opened: Opened,
+        path: Path | None,
         engine: VllmServer | None,
         given: dict[str, Any],
         report: CommandOutput,
@@ -244,12 +230,12 @@ class FollowSession:
         self._metrics = MetricsListener(
             given["metrics_listen"], "averaging follow", FOLLOWER_METRICS, self._sample, self._not_ready
         )
-        self._receiver = ModelReceiver(follower, base=opened.base, on_progress=self._advance)
-        self._options, self._output, self._report = follower, opened.output, report
+        self._output, base, self._written = _open(path, given)
+        self._receiver = ModelReceiver(follower, base=base, on_progress=self._advance)
+        self._options, self._report = follower, report
         self._engine, self._given = engine, given
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
-        self._written = opened.written
         self._progress: tuple[int, int] | None = None
         self._received = 0  # bytes of the versions written so far
 
@@ -429,35 +415,17 @@ class FollowSession:
         return "waiting for the next version"
 
 
-# The command of --exec.
-
-END_SECONDS = 5.0
-"""Seconds that a command has to end after SIGTERM, before SIGKILL ends what is left of it."""
-
-
 async def run_command(
     command: str, environment: Mapping[str, str], timeout: float, *, stdout: int | None = None
 ) -> int | None:
-    """Runs a command in a session of its own, so that Ctrl+C on the terminal does not reach it.
+    """Runs a shell command in a session of its own, so that Ctrl+C on the terminal does not reach it.
 
-    What it leaves in the background when it ends by itself goes on. If its time is over, or this is cancelled, all its
-    processes are ended.
-
-    Args:
-        command: What the shell runs.
-        environment: Added to the environment of this process.
-        timeout: Seconds that it may take.
-        stdout: Descriptor for its output; None for that of this process.
-
-    Returns:
-        Its exit code, which is negative if a signal ended it; None if its time was over.
+    If `timeout` seconds are over, or this is cancelled, all its processes are killed. What it leaves in the background
+    when it ends by itself goes on. Returns its exit code, which is negative if a signal ended it; None after `timeout`.
     """
+    environment = {**os.environ, **environment}
     process = await asyncio.create_subprocess_shell(
-        command,
-        env={**os.environ, **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=stdout,
-        start_new_session=True,
+        command, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=stdout, start_new_session=True
     )
     try:
         async with asyncio.timeout(timeout):
@@ -466,21 +434,6 @@ async def run_command(
         return None
     finally:
         if process.returncode is None:
-            await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    # A cancellation meanwhile ends all of its session at once.
-    try:
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-    finally:
-        _signal(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
-def _signal(group: int, number: int) -> None:
-    with suppress(OSError):  # all have ended
-        os.killpg(group, number)
+            with suppress(OSError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()

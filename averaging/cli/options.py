@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-FLAGS = {name: declared for name, declared in OPTIONS.items() if declared.flag}
-"""The options of a peer that commands have, by name."""
-
 SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file")
 """The options of all commands that call peers."""
 
@@ -136,13 +133,12 @@ def security_options(command: Command) -> Command:
     return command
 
 
-def insecure_option(command: Command) -> Command:
-    return switch("--insecure", "Let other machines connect without TLS, in a network that you trust.")(command)
-
-
-def hosts_option(command: Command) -> Command:
-    text = "DNS name under which clients reach this server, needed without TLS and token; repeatable."
-    return option("--allow-host", text, "NAME", name="hosts", multiple=True)(command)
+insecure_option = switch("--insecure", "Let other machines connect without TLS, in a network that you trust.")
+hosts_option = option(
+    *("--allow-host", "DNS name under which clients reach this server without TLS and token; repeatable.", "NAME"),
+    name="hosts",
+    multiple=True,
+)
 
 
 def output_options(command: Command) -> Command:
@@ -162,9 +158,9 @@ class PeerCommand(click.Command):
     """A command whose --help shows the basic options first, then its own, then the advanced ones."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {FLAGS["run_id"].section: [], "This command": []}
+        sections: dict[str, list[tuple[str, str]]] = {OPTIONS["run_id"].section: [], "This command": []}
         for parameter in self.get_params(ctx):
-            declared = FLAGS.get(str(parameter.name))
+            declared = OPTIONS.get(str(parameter.name))
             if record := isinstance(parameter, click.Option) and parameter.get_help_record(ctx):
                 sections.setdefault(declared.section if declared else "This command", []).append(record)
         for title, records in sections.items():
@@ -177,7 +173,7 @@ def peer_options(command: Command) -> Command:
 
     Their values are texts, as those of variables are: `PeerConfig` checks both.
     """
-    for name, declared in reversed(FLAGS.items()):
+    for name, declared in reversed(OPTIONS.items()):
         default = as_flag(name, declared.default) if declared.kind is SWITCH else as_text(declared.default)
         text = declared.help_as(as_flag) + (" May be given several times." if name == "join" else "")
         notes = "; ".join(filter(None, (default and f"default: {default}", declared.kind.bounds)))
@@ -206,8 +202,8 @@ def peer_config(given: dict[str, Any]) -> PeerConfig:
         click.UsageError: They contradict each other.
         ConfigError: An option is invalid.
     """
-    texts = {name: given[name] for name in FLAGS}
-    arguments = {n: FLAGS[n].kind.parse(value) if isinstance(value, str) else value for n, value in texts.items()}
+    texts = {name: given[name] for name in OPTIONS}
+    arguments = {n: OPTIONS[n].kind.parse(value) if isinstance(value, str) else value for n, value in texts.items()}
     if given["config"] is None:
         config = PeerConfig.from_environment(**arguments)
     else:
@@ -251,7 +247,7 @@ def join_command(file: Path, config: PeerConfig) -> list[str]:
     """The command that starts another peer of the run, without `--join` and its value."""
     defaults = PeerConfig(run_id=config.run_id)
     command = ["averaging", "peer", str(file), "--run-id", config.run_id]
-    for name, declared in FLAGS.items():
+    for name, declared in OPTIONS.items():
         value = getattr(config, name)
         if declared.shared and value != getattr(defaults, name):
             command += [as_flag(name), as_text(value)]

@@ -119,7 +119,13 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
-    session = CommandSession(_plan(file, config, given), document, destination, report)
+    patterns = [word for name in ("only", "exclude") for pattern in given[name] for word in (f"--{name}", pattern)]
+    plan = RoundPlan(
+        rounds=given["rounds"] or (None if given["serve"] else 1),
+        **{name: given[name] for name in ("serve", "retries", "interval", "weight")},
+        join_command=[*options.join_command(file, config), *patterns],
+    )
+    session = CommandSession(plan, document, destination, report)
 
     async def average(stop: Stop) -> None:
         await session.run(_make_peer(document, config, report, stop, serve=given["serve"]), stop)
@@ -137,18 +143,6 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     text = f"wrote {session.output}" if session.output else f"nothing written: {why_not}"
     event = {"event": "done", "rounds": session.rounds, "output": session.output}
     report.emit(event, f"done: {counted(session.rounds, 'round')}, {text}")
-
-
-def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
-    patterns = [word for name in ("only", "exclude") for pattern in given[name] for word in (f"--{name}", pattern)]
-    return RoundPlan(
-        rounds=given["rounds"] or (None if given["serve"] else 1),
-        serve=given["serve"],
-        retries=given["retries"],
-        interval=given["interval"],
-        weight=given["weight"],
-        join_command=[*options.join_command(file, config), *patterns],
-    )
 
 
 def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, stop: Stop, *, serve: bool) -> Peer:
@@ -313,25 +307,15 @@ async def _until_done(task: asyncio.Task[None]) -> bool:
 
 def joining(waiting: Waiting) -> Item:
     """The peer still waits for an answer from one of --join."""
-    event = {
-        "event": "joining",
-        "seconds": round(waiting.seconds, 3),
-        "timeout": waiting.timeout,
-        "waiting_for": dict(waiting.reasons),
-    }
-    return event, f"joining: {printable(str(waiting))}; --join-timeout limits this"
+    event = {"event": "joining", "seconds": round(waiting.seconds, 3), "timeout": waiting.timeout}
+    text = f"joining: {printable(str(waiting))}; --join-timeout limits this"
+    return {**event, "waiting_for": dict(waiting.reasons)}, text
 
 
 def found_seeds(found: FoundSeeds) -> Item:
     """A source in --join has answered, or failed, otherwise than before."""
-    event = {
-        "event": "seeds",
-        "source": found.source,
-        "addresses": list(found.addresses),
-        "own": list(found.own),
-        "failure": found.failure or None,
-    }
-    return event, printable(str(found), 1000)
+    event = {"event": "seeds", "source": found.source, "addresses": list(found.addresses), "own": list(found.own)}
+    return {**event, "failure": found.failure or None}, printable(str(found), 1000)
 
 
 def ready(

@@ -18,20 +18,10 @@ COUNT = KindType(number(least=1, most=1e15, metavar="N"))
 @option("--parameters", "Trained elements of the model, as 1.2e9.", "N", type=COUNT, required=True)
 @option("--dtype", "Their dtype.", "[fp64|fp32|fp16|bf16]", default="fp32")
 @one_of("--strategy", "What is averaged.", "diloco", "local_sgd", "gradient_averaging", default="diloco")
-@count(
-    "--sync-every",
-    "Local steps between two rounds; with gradient_averaging batches of a peer for a global step.",
-    100,
-    metavar="H",
-)
+@count("--sync-every", "Local steps, or batches of a peer, between two rounds.", 100, metavar="H")
 @option("--compression", "Code on the wire.", default="none", type=KindType(choice(CHANGE_COMPRESSIONS)))
 @option("--peers", "Peers of a group.", "N", default=8, type=click.IntRange(2, 4096))
-@option(
-    "--link",
-    "Link of each peer and its round trip; the slower direction of the slowest peer.",
-    "RATE/MS",
-    default="100Mbit/20ms",
-)
+@option("--link", "Link and round trip of the slowest peer.", "RATE/MS", default="100Mbit/20ms")
 @option("--step-seconds", "Seconds of a local step.", "SECONDS", default=1.0, type=KindType(number(above=0)))
 @switch("--json", "Print one JSON object.", name="as_json")
 def plan_command(*, as_json: bool, **given: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.options import credentials_of, flag, insecure_option, output_options, security_options
-from averaging.cli.running import CommandOutput, Stop, Stopped, reporting, run, with_metrics
+from averaging.cli.running import CommandOutput, Stopped, reporting, run, with_metrics
 
 if TYPE_CHECKING:
     from averaging.rpc import Credentials
@@ -44,11 +44,8 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
       ready    endpoint, with --metrics-listen also metrics (its address)
     """
     with reporting(verbose, as_json=as_json) as report, suppress(Stopped):
-
-        async def serve(_: Stop) -> None:
-            await _serve(listen, advertise, credentials_of(given), given["metrics_listen"], report)
-
-        run(serve)
+        credentials = credentials_of(given)
+        run(lambda _: _serve(listen, advertise, credentials, given["metrics_listen"], report))
 
 
 async def _serve(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.options import DIALLED, count, credentials_of, security_options, switch
-from averaging.cli.running import InputError, Stop, Stopped, run
+from averaging.cli.running import InputError, Stopped, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +41,8 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
     A line of --json is a receipt, see docs/operate/receipts.md, without the data that the applications gathered.
     """
     credentials = credentials_of(given)
-
-    async def watch(_: Stop) -> None:
-        await _watch(address, credentials, last, rounds, as_json)
-
     with suppress(Stopped):
-        run(watch)
+        run(lambda _: _watch(address, credentials, last, rounds, as_json))
 
 
 async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from averaging.engine import EngineServer, Unfollowed, VersionLoaded
     from averaging.weights import FollowerOptions
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Of the weights; `auto` takes that of the folder."""
+
 EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 
 
@@ -25,26 +28,18 @@ EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 @click.argument("folder", type=options.CheckedPath(), metavar="MODEL_DIR")
 @options.option(
     "--follow",
-    "Take each version of the weights that the peer there publishes; repeatable, then the next one is followed if one "
-    "is lost.",
+    "Take each version of the weights that this peer publishes; repeatable, for the case that it is lost.",
     "HOST:PORT",
     name="addresses",
     type=options.JOINED,
     multiple=True,
 )
 @options.flag("run_id", help="With --follow: follow only the weights of this run.")
-@options.path(
-    "--run-token-file", "FILE", "With --follow: the run's tokens. Those of --token-file are for this server's clients."
-)
+@options.path("--run-token-file", "FILE", "With --follow: the run's tokens. --token-file is for this server's clients.")
 @options.option("--name", "The model's name in requests.  [default: that of MODEL_DIR]", "NAME")
 @options.flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
 @options.option("--device", "cpu, cuda or cuda:N.  [default: cuda if there is a GPU, else cpu]", "DEVICE")
-@options.one_of(
-    "--dtype",
-    "Of the weights; auto takes that of MODEL_DIR. Published weights are converted.",
-    *("auto", "float32", "bfloat16", "float16"),
-    default="auto",
-)
+@options.one_of("--dtype", "Of the weights; published ones are converted.", *DTYPES, default="auto")
 @options.count("--batch", "Sequences that are generated at once, and that one request may ask for.", 16)
 @options.count("--max-model-len", "Tokens of a sequence with its prompt.  [default: what config.json says]")
 @options.hosts_option
@@ -62,13 +57,10 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     For environments on a laptop and for small models. Where vLLM runs, use `averaging follow --engine`.
 
     \b
-    Serve a folder, and ask it:
+    Serve a folder, ask it, and follow a run:
       averaging serve base
       curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "base", "prompt": "2 + 2 =", "max_tokens": 4}'
-
-    \b
-    Follow a run:
       averaging serve base --follow a.example:4222
 
     With a token, clients need no certificate. With TLS and without one, they must show a certificate of --tls-ca. The

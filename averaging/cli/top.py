@@ -50,12 +50,9 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
     shows = not (as_json or once) and _is_terminal()
     try:
         _top(addresses, given, shows=shows, as_json=as_json)
-    except KeyboardInterrupt:  # while torch is being imported
+    except (KeyboardInterrupt, Stopped):  # the first while torch is being imported
         if not shows:
             raise
-    except Stopped as stop:
-        if not shows:
-            raise Stopped(stop.number) from None
 
 
 def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_json: bool) -> None:

@@ -46,7 +46,6 @@ from averaging.common.options import (
     ADDRESS,
     ADDRESS_TO_DIAL,
     ADDRESSES_TO_DIAL,
-    FILES,
     PATH,
     SECONDS,
     SEED,
@@ -78,6 +77,12 @@ from averaging.common.options import (
     unknown_option,
     whole,
 )
+from averaging.common.proxies import (
+    chosen_proxy,
+    ignored_proxies,
+    proxy_for,
+    shown_proxy,
+)
 from averaging.common.safe_msgpack import (
     MAX_NAMES,
     all_numbers_finite,
@@ -108,7 +113,6 @@ __all__ = [
     "ADDRESSES_TO_DIAL",
     "ADDRESS_TO_DIAL",
     "CLIENT_PREFIX",
-    "FILES",
     "GOSSIP",
     "MAX_NAMES",
     "PATH",
@@ -135,7 +139,6 @@ __all__ = [
     "backoff_delay",
     "call_in",
     "check_options",
-    "check_proxy",
     "check_weight",
     "choice",
     "chosen_proxy",

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 from averaging.common.addresses import parse_address
+from averaging.common.proxies import PROXY_VARIABLE
 from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
 from averaging.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "AVERAGING_"
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
-"""Names the TOML file of `averaging peer`; it is no option of a peer."""
+"""Names the TOML file of `averaging peer`; it is no option of a peer, nor is the proxy."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -191,12 +192,6 @@ def _check_all_dialled(addresses: Collection[str]) -> Collection[str]:
     return addresses
 
 
-def _check_files(paths: Collection[str]) -> tuple[str, ...]:
-    if len(paths) not in (0, 3):
-        raise ConfigError(f"{','.join(paths)!r} must name three files: CA,CERT,KEY")
-    return tuple(paths)
-
-
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 ADDRESS = text("HOST:PORT", _port)
@@ -207,7 +202,6 @@ ADDRESSES_TO_DIAL = Kind(
     "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_texts, _check_all_dialled, split_seeds
 )
 PATH = Kind("FILE", "the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
-FILES = texts("CA,CERT,KEY", "three paths: of the authorities, the certificate and its key", _check_files)
 SWITCH = Kind(
     "", "True or False", lambda value: isinstance(value, bool), read=lambda text: _TRUTH.get(text.lower(), text)
 )
@@ -237,7 +231,6 @@ class Option:
     # meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
     help: str = ""
     section: str = ""  # title under which it is documented; empty for an option that is not
-    flag: bool = True  # whether the command has it
     shared: bool = False  # whether the peers of a run should agree on it
     optional: bool = False  # whether None is a value beside the default
     alike: bool = False  # whether it must be the same at all peers of a run, or their rounds fail
@@ -299,8 +292,6 @@ def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> li
             content[name] = str(Path(path).parent / value)
         elif kind is ADDRESSES_TO_DIAL and isinstance(value, list):
             content[name] = [_beside(path, seed) for seed in value]
-        elif kind is FILES and isinstance(value, list):
-            content[name] = [str(Path(path).parent / str(each)) for each in value]
 
     def in_file(option: str, value: Any = None) -> str:
         return f"{option} in {path}" if value is None else f"{option} = {value!r} in {path}"
@@ -320,7 +311,7 @@ def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) 
     """Reads variables such as `AVERAGING_RUN_ID`. An empty variable counts as not set."""
     settings = []
     for variable, text in environ.items():
-        if variable.startswith(ENVIRONMENT_PREFIX) and text and variable != CONFIG_VARIABLE:
+        if variable.startswith(ENVIRONMENT_PREFIX) and text and variable not in (CONFIG_VARIABLE, PROXY_VARIABLE):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             value = options[name].kind.parse(text) if name in options else text
             settings.append(Setting(name, value, as_variable))

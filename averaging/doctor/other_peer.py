@@ -124,7 +124,7 @@ class Visit:
         if self.credentials is None:
             raise ConfigError("no call is made, since this peer's certificate or token cannot be used, see above")
         host = self.certified_host or ("" if endpoint == self.seed else self.certified)
-        return RpcChannel(endpoint, credentials=self.credentials, certified_host=host or None, proxy=self.config.proxy)
+        return RpcChannel(endpoint, credentials=self.credentials, certified_host=host or None)
 
     def compare(self, what: str, theirs: Any) -> tuple[str, Any]:
         """What `theirs` is compared with, and where that is; the first peer sets it if nothing is known here."""
@@ -149,7 +149,7 @@ async def visit(this: Visit, *, deep: bool) -> AsyncGenerator[Finding, None]:
 
 
 def proxy_of(this: Visit) -> str | None:
-    return proxy_for(this.host, chosen_proxy(this.config.proxy))
+    return proxy_for(this.host, chosen_proxy())
 
 
 async def ask_addresses(this: Visit) -> list[str] | None:
@@ -457,7 +457,7 @@ def judge_bandwidth(this: Visit, rates: tuple[float, float]) -> Finding:
             f"; a part for each of {others} other members takes {duration(seconds)}, and a member without progress is "
             f"dropped after {config.stall_timeout:g} s"
         )
-        found = failure(text, f"lower {spelled('part_size_bytes')}, or raise {spelled('stall_timeout')}")
+        found = failure(text, f"raise {spelled('stall_timeout')}, or lower {spelled('group_size')}")
     else:
         found = ok(text)
     return replace(found, figures={"to_peer_bytes_per_second": there, "from_peer_bytes_per_second": back})

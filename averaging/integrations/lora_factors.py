@@ -56,10 +56,7 @@ class FactorSlots:
     def __init__(self, size: int, slots: int, part_elements: int) -> None:
         width = part_elements // slots - 1
         if width < 1:
-            raise ConfigError(
-                f"part_size_bytes has no room for the factors of {slots} peers (group_size) side by side; use at least "
-                f"{8 * slots} bytes"
-            )
+            raise ConfigError(f"a part has no room for the factors of {slots} peers side by side; lower group_size")
         self._starts = range(0, size, width)
         self.pieces = [torch.zeros(slots, min(width, size - start) + 1) for start in self._starts]
 

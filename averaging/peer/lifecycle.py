@@ -130,7 +130,7 @@ class Lifecycle:
         """
         config, transport, seeds, clock = self._config, self.transport, self.seeds, self._clock
         shard, snapshots = self._context.shard, self._snapshots
-        _log_proxy(config.proxy)
+        _log_proxy()
         async with AsyncExitStack() as stack:
             metrics = PeerMetrics(config, self._credentials, not_ready, clock)
             if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
@@ -221,8 +221,8 @@ class Lifecycle:
         return discovery
 
 
-def _log_proxy(proxy: str | None) -> None:
-    chosen = chosen_proxy(proxy)
+def _log_proxy() -> None:
+    chosen = chosen_proxy()
     if chosen is not None:
         logger.info("other peers are called through the proxy %s, and parts travel over gRPC", shown_proxy(chosen))
     elif ignored := ignored_proxies():
@@ -240,7 +240,7 @@ def make_transport(
     # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
     most = 2 * config.part_size_bytes + (32 << 20)
     # Direct connections are no HTTP, so all calls go over gRPC where there is a proxy.
-    if config.direct_listen is None or chosen_proxy(config.proxy) is not None:
+    if config.direct_listen is None or chosen_proxy() is not None:
         return GrpcTransport(
             listen,
             config.advertise,
@@ -249,7 +249,6 @@ def make_transport(
             given=seeds.named,
             names=seeds.names,
             services=services,
-            proxy=config.proxy,
         )
     return DirectTransport(
         listen,

@@ -325,9 +325,8 @@ class Peer(InProcess):
     async def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
         """Finds a group and averages tensors with it.
 
-        Cancelling it leaves the group in order. The tensors are not changed then, unless the
-        result was being written already, which is completed first. Changes that the application makes to the tensors
-        meanwhile are overwritten by the average; with `reply_form="delta"` they are kept.
+        Cancelling it leaves the group in order. The tensors are not changed then, unless the result was being written
+        already, which is completed first. Changes that the application makes to the tensors meanwhile are overwritten.
 
         Args:
             topic: a topic made by `topic`; the peer's own tensors if None.

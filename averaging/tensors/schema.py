@@ -107,9 +107,8 @@ def _check_sparse(reply: ReplyForm, aggregation: Aggregation, sparse: TopK | Non
         )
     if reply is not ReplyForm.AVERAGE:
         raise ConfigError(
-            "reply_form='delta' does not work with compression='top_k': a member has sent only some elements, so a "
-            "difference to what it sent says nothing about the others. Use reply_form='average'",
-            "reply_form",
+            "reducers cannot answer with differences to what was sent with compression='top_k': a member has sent only "
+            "some elements, so they say nothing about the others"
         )
 
 

@@ -147,7 +147,7 @@ class Deadlines:
 
     @property
     def shortest(self) -> Deadline:
-        return Deadline(self.lower, "min_stall_timeout")
+        return Deadline(self.lower, "the least stall timeout")
 
     def longest(self, phase: Phase) -> Deadline:
         """The upper bound of all deadlines of a phase, which also applies while nothing is known."""
@@ -226,7 +226,7 @@ class Deadlines:
             return longest if _gets_longest(misses) else self.shortest
         seconds, basis = learned.seconds, learned.basis
         if seconds < self.lower:
-            seconds, basis = self.lower, f"min_stall_timeout, more than {basis}"
+            seconds, basis = self.lower, f"the least stall timeout, more than {basis}"
         if seconds >= longest.seconds:
             return longest
         missed = counted(misses, "missed deadline")

@@ -24,6 +24,7 @@ from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import AveragingService, GossipService
 from tests.support.simulated_processes import ProcessLoop, process
+from tests.support.tuned import tuned
 
 T = TypeVar("T", AveragingData, DownloadData)
 
@@ -198,7 +199,6 @@ class World:
             self.weights[name] = number + 1.0
             self.peers[name] = Peer(
                 [self.tensors[name]],
-                run_id="run",
                 context=PeerContext(
                     transport=self.transport if number == 0 else self.network.transport(name),
                     discovery=(lambda *_: self.discovery)
@@ -207,7 +207,7 @@ class World:
                     clock=self._clock if number == 0 else virtual_time.clock,
                     rng=random.Random(self.rng.getrandbits(64)),
                 ),
-                **options,
+                **tuned({"run_id": "run", **options}),
             )
 
     @property

@@ -112,7 +112,7 @@ def test_certificates_are_replaced_both_or_not_at_all(tmp_path: Path, monkeypatc
         assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
-def test_a_full_stdout_is_reported_once_and_stops_nothing(
+def test_a_full_stdout_is_reported_once_and_a_full_stderr_or_a_closed_stdout_stops_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("/dev/full").open("w") as full:
@@ -120,6 +120,12 @@ def test_a_full_stdout_is_reported_once_and_stops_nothing(
         report = CommandOutput(as_json=True)
         for _ in range(3):
             report.emit({"event": "round"}, "")
+        monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
+        report.emit({"event": "round"}, "")
+        monkeypatch.undo()
+        monkeypatch.setattr(sys, "stderr", full)
+        with report.logging(0):
+            logging.getLogger("averaging.receipts").warning("a receipt could not be written")
         monkeypatch.undo()
         told = capsys.readouterr().err
         with contextlib.suppress(OSError):
@@ -145,12 +151,6 @@ def test_a_reader_that_goes_away_stops_nothing(
     assert capsys.readouterr().err == told
 
 
-def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
-    CommandOutput(as_json=True).emit({"event": "round"}, "")
-    CommandOutput(as_json=False).emit({}, "words")
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
@@ -161,17 +161,6 @@ def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pyte
         CommandOutput(as_json=False).emit({}, "run \u2014")
         assert written.getvalue() == b"run \\u2014\n"
         monkeypatch.undo()
-
-
-def test_a_full_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path("/dev/full").open("w") as full:
-        report = CommandOutput(as_json=True)
-        monkeypatch.setattr(sys, "stderr", full)
-        with report.logging(0):
-            logging.getLogger("averaging.receipts").warning("a receipt could not be written")
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
 
 
 def test_the_model_of_an_example_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

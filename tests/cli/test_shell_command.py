@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from averaging.cli import follow
 from averaging.cli.follow import run_command
 
 
@@ -46,13 +45,8 @@ async def test_the_exit_code_and_the_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("trap", ["", "trap '' TERM;"], ids=["ends", "ignores SIGTERM"])
-async def test_all_processes_end_when_the_time_is_over(
-    trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if trap:
-        monkeypatch.setattr(follow, "END_SECONDS", 0.1)
-    command = f"{trap} sleep 999 & echo $! > {tmp_path}/child; wait; sleep 999"
+async def test_all_processes_end_when_the_time_is_over(tmp_path: Path) -> None:
+    command = f"trap '' TERM; sleep 999 & echo $! > {tmp_path}/child; wait; sleep 999"
     running = asyncio.ensure_future(run_command(command, {}, 1.0))
     child = await begins(tmp_path / "child")
     assert await running is None
@@ -60,19 +54,12 @@ async def test_all_processes_end_when_the_time_is_over(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("again", [False, True])
-async def test_all_processes_end_when_it_is_cancelled_and_at_once_the_second_time(again: bool, tmp_path: Path) -> None:
-    trap = "trap '' TERM;" if again else ""
-    command = f"{trap} sleep 999 & echo $! > {tmp_path}/child; wait; sleep 999"
-    running = asyncio.ensure_future(run_command(command, {}, 999.0))
+async def test_all_processes_end_when_it_is_cancelled(tmp_path: Path) -> None:
+    running = asyncio.ensure_future(run_command(f"sleep 999 & echo $! > {tmp_path}/child; wait", {}, 999.0))
     child = await begins(tmp_path / "child")
     running.cancel()
-    await asyncio.sleep(0)
-    if again:
-        running.cancel()
-    async with asyncio.timeout(follow.END_SECONDS / 2 if again else None):
-        with pytest.raises(asyncio.CancelledError):
-            await running
+    with pytest.raises(asyncio.CancelledError):
+        await running
     await until(lambda: not lives(child))
 
 

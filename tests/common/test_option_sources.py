@@ -94,19 +94,6 @@ def test_a_broken_file(tmp_path: Path, content: str, named: str) -> None:
         PeerConfig.from_toml(tmp_path / "none.toml", environ={})
 
 
-def test_the_files_of_etcd_are_three_and_beside_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('run_id = "a"\ndiscovery = "etcd://e:2379"\netcd_files = ["ca.pem", "/etc/b.pem", "b.key"]\n')
-    files = (str(tmp_path / "ca.pem"), "/etc/b.pem", str(tmp_path / "b.key"))
-    assert PeerConfig.from_toml(path, environ={}).etcd_files == files
-    variables = {"AVERAGING_DISCOVERY": "etcd://e:2379", "AVERAGING_ETCD_FILES": "ca.pem,b.pem,b.key"}
-    assert PeerConfig.from_environment(variables, run_id="a").etcd_files == ("ca.pem", "b.pem", "b.key")
-    with pytest.raises(ConfigError, match="etcd_files: 'ca.pem' must name three files: CA,CERT,KEY"):
-        PeerConfig(run_id="a", discovery="etcd://e:2379", etcd_files=["ca.pem"])
-    with pytest.raises(ConfigError, match="etcd_files is for discovery in etcd; give discovery"):
-        PeerConfig(run_id="a", etcd_files=files)
-
-
 def test_single_options_win_over_a_config() -> None:
     config = PeerConfig(run_id="a", group_size=4, min_group_size=3)
     assert configure(config, None, {"group_size": 5}) == PeerConfig(run_id="a", group_size=5, min_group_size=3)

@@ -68,7 +68,7 @@ def test_what_will_not_work_is_an_exit_code_and_events(peer: str, tmp_path: Path
         port = taken.getsockname()[1]
         code, found = events(
             *(str(other), "--run-id", "demo", "--join", peer, "--listen", f"127.0.0.1:{port}"),
-            *("--part-size-bytes", "4096"),
+            *("--aggregation", "median"),
         )
     assert code == 1
     failures = {event["check"] for event in found if event.get("severity") == "failure"}

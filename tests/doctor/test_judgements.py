@@ -134,4 +134,4 @@ def test_bandwidth_is_compared_with_what_the_options_need() -> None:
     assert finding.text == "94 Mbit/s to the peer, 40 Mbit/s from it, over one connection"
     slow = judge_bandwidth(peer(), (94 * MBIT, 0.1 * MBIT))
     assert slow.severity is Severity.FAILURE
-    assert "part_size_bytes" in slow.remedy
+    assert "group_size" in slow.remedy

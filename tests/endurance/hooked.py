@@ -60,6 +60,8 @@ def obey() -> None:
 
 if __name__ == "__main__":
     from averaging.cli import main  # after the clock was replaced, of which modules keep a reference
+    from averaging.config import PeerConfig
 
+    PeerConfig.part_size_bytes = 1 << 14  # as those that train
     obey()
     main()

@@ -63,7 +63,6 @@ class Roster:
             "group_wait": GROUP_WAIT,
             "round_timeout": 30.0,
             "stall_timeout": STALL_TIMEOUT,
-            "part_size_bytes": 1 << 14,
             "join_timeout": 30.0,
             **self._files,
             **options,

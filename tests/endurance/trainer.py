@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from averaging import DecentralizedAverager, GradientAveraging, LocalSGD, Receipt, WeightPublisher
+from averaging.config import PeerConfig
 from averaging.receipts import to_json
 from averaging.rpc import RpcService
 
@@ -79,6 +80,7 @@ class Trainer:
     """The training loop, and what it reports."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        PeerConfig.part_size_bytes = 1 << 14
         self.options = options
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.model: nn.Module = Model(options["slots"])

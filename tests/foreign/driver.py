@@ -30,6 +30,7 @@ from averaging.state.snapshots import ExtraState
 from averaging.timing import deadlines as learned_deadlines
 from averaging.transport.base import Transport
 from tests.foreign import split
+from tests.support.tuned import tuned
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "tests" / "foreign"
@@ -249,13 +250,11 @@ async def our_peer(
 
     defaults: dict[str, Any] = {"group_size": 2, "group_wait": OUR_TIME, "round_timeout": 2 * OUR_TIME}
     waits: dict[str, Any] = {"stall_timeout": DEADLINE, "min_stall_timeout": DEADLINE}
-    chosen: dict[str, Any] = {**defaults, **waits, **options}
+    chosen = tuned({"run_id": RUN, **defaults, **waits, **options})
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_deadlines, "VERDICT_SECONDS", DEADLINE)
-        async with Peer(
-            tensors, run_id=RUN, extra_state=extra_state, context=PeerContext(discovery=discovery), **chosen
-        ) as peer:
+        async with Peer(tensors, extra_state=extra_state, context=PeerContext(discovery=discovery), **chosen) as peer:
             yield Ours(peer, made[0], peer.endpoint)
 
 

@@ -113,5 +113,5 @@ def test_what_is_fewer_bytes_travels(slots: int, product: bool) -> None:
 
 
 def test_a_part_must_hold_an_element_of_each_peer() -> None:
-    with pytest.raises(ConfigError, match="part_size_bytes has no room for the factors of 8 peers"):
+    with pytest.raises(ConfigError, match="a part has no room for the factors of 8 peers"):
         FactorSlots(100, 8, 8)

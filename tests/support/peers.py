@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from averaging import Peer, Receipt
+from tests.support.tuned import tuned
 
 
 async def enter(stack: AsyncExitStack, tensors: Mapping[str, torch.Tensor], **options: Any) -> Peer:
     options.setdefault("run_id", "run")
     options.setdefault("group_wait", 20.0)
-    return await stack.enter_async_context(Peer(tensors, **options))
+    return await stack.enter_async_context(Peer(tensors, **tuned(options)))
 
 
 async def swarm(stack: AsyncExitStack, all_tensors: Sequence[Mapping[str, torch.Tensor]], **options: Any) -> list[Peer]:

@@ -17,6 +17,7 @@ from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork
+from tests.support.tuned import tuned
 
 
 class Swarm:
@@ -39,14 +40,13 @@ class Swarm:
         client = options.get("mode") is Mode.CLIENT
         return Peer(
             tensors,
-            run_id="run",
             context=PeerContext(
                 transport=self.network.transport(None if client else name),
                 discovery=lambda endpoint, transport: MemoryDiscovery(self.registry),
                 clock=virtual_time.clock,
                 rng=random.Random(self.rng.getrandbits(64)),
             ),
-            **options,
+            **tuned({"run_id": "run", **options}),
         )
 
     async def average_together(self, peers: Sequence[Peer], rounds: int = 1) -> list[list[Receipt]]:

@@ -13,6 +13,7 @@ import torch
 
 from averaging import DecentralizedAverager, Strategy
 from averaging.training.history import Progress
+from tests.support.tuned import tuned
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Run:
         join = [self.averagers[0].endpoint] if self.averagers else []
         defaults: dict[str, Any] = {"run_id": "test", "join": join, "group_size": 8, "group_wait": 30.0}
         defaults["model"] = model if gives_model else None
-        averager = DecentralizedAverager(optimizer(model.parameters()), strategy=strategy, **(defaults | options))
+        averager = DecentralizedAverager(optimizer(model.parameters()), strategy=strategy, **tuned(defaults | options))
         self.models.append(model)
         self.averagers.append(averager)
         return averager

@@ -27,6 +27,7 @@ from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
+from tests.support.tuned import tuned
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ async def main(options: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, lambda: commands.put_nowait(sys.stdin.readline().strip()))
     async with Peer(
-        {"w": tensor}, context=PeerContext(transport=transport), part_size_bytes=1 << 16, **options
+        {"w": tensor}, context=PeerContext(transport=transport), **tuned({"part_size_bytes": 1 << 16, **options})
     ) as peer:
         if version is not None:
             await peer.commit(version)

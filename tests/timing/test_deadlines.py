@@ -49,6 +49,25 @@ def test_one_outlier_among_many_rounds_hardly_counts(odd: float, place: int) -> 
     assert of(after(usual, 0.1, 1e5)).seconds == pytest.approx(allowed)
 
 
+def test_without_known_waits_the_longest_deadline_applies() -> None:
+    assert of(after([0.1] * 5)) == Deadline(1.0, "the least stall timeout, more than 4 × its median of 0.1 s")
+    for unknown in (of(after([0.1] * 5), phase=Phase.OPENING), of(after([0.1] * (MIN_WAITS - 1)))):
+        assert unknown == Deadline(10.0, "stall_timeout")
+
+
+def test_an_unknown_peer_gets_twice_the_longest_deadline_of_the_others() -> None:
+    learned = Deadlines(1.0, 10.0)
+    assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
+    for usual, expected in (
+        (0.1, Deadline(2.0, "2 × the longest of 1 peer")),
+        (0.5, Deadline(4.0, "2 × the longest of 2 peers")),
+        (0.2, Deadline(4.0, "2 × the longest of 3 peers")),
+    ):
+        for number in range(MIN_WAITS):
+            learned.record(f"{usual}:1", Phase.PART, 3, usual, float(number))
+        assert of(learned, "new:1") == expected
+
+
 @given(
     st.lists(waits, min_size=1, max_size=4),
     st.lists(st.floats(0, 1e4), max_size=MIN_WAITS - 1),

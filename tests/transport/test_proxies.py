@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.common.addresses import proxy_for
-from averaging.config import PeerConfig
+from averaging.cli import main
+from averaging.common.proxies import chosen_proxy, proxy_for
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA
 from averaging.transport.grpc.channels import Channels
@@ -62,7 +62,7 @@ async def connecting(answer: bytes = b"200 OK") -> AsyncIterator[tuple[str, list
 
 
 @pytest.mark.asyncio
-async def test_peers_average_through_a_proxy(tmp_path: Path) -> None:
+async def test_peers_average_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TLS from end to end: the proxy sees the name of the peer and nothing else."""
     port, tensors = free_port(), {"w": torch.ones(3)}
     async with AsyncExitStack() as stack:
@@ -75,13 +75,13 @@ async def test_peers_average_through_a_proxy(tmp_path: Path) -> None:
             group_size=2,
             **write(tmp_path, NAME, "127.0.0.1"),
         )
+        monkeypatch.setenv("AVERAGING_PROXY", f"http://user:secret@{address}")
         client = await enter(
             stack,
             {"w": torch.zeros(3)},
             join=[founder.endpoint],
             mode="client",
             group_size=2,
-            proxy=f"http://user:secret@{address}",
             **write(tmp_path),
         )
         receipts = await average(founder, client)
@@ -95,9 +95,10 @@ async def test_peers_average_through_a_proxy(tmp_path: Path) -> None:
     ("answer", "reason"),
     [(b"403 Forbidden", "does not allow CONNECT"), (b"407 Proxy Authentication Required", "a user and a password")],
 )
-async def test_a_proxy_that_refuses_is_named(answer: bytes, reason: str) -> None:
+async def test_a_proxy_that_refuses_is_named(answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with connecting(answer) as (address, _):
-        channels = Channels(1 << 20, proxy=f"http://user:secret@{address}")
+        monkeypatch.setenv("AVERAGING_PROXY", f"http://user:secret@{address}")
+        channels = Channels(1 << 20)
         with pytest.raises(PeerUnreachableError, match=f"{reason}.*through the proxy {address}") as caught:
             await channels.call(f"{NAME}:4222", GET_SCHEMA, None)
         assert "secret" not in str(caught.value)
@@ -150,6 +151,6 @@ def test_which_hosts_are_called_directly(monkeypatch: pytest.MonkeyPatch) -> Non
     "url", ["p:1", "http://p", "https://p:1", "socks5://u:secret@p:1", "http://p:x", "http://p:1/a"]
 )
 def test_what_is_none_is_refused_without_its_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"proxy: .*is not an HTTP proxy") as caught:
-        PeerConfig(run_id="run", proxy=url)
+    with pytest.raises(ConfigError, match=r"AVERAGING_PROXY: .*is not an HTTP proxy") as caught:
+        chosen_proxy({"AVERAGING_PROXY": url})
     assert "secret" not in str(caught.value)

@@ -31,7 +31,7 @@ from averaging.errors import (
     TransportError,
 )
 from averaging.protocol import Digest, ExchangeReply, Record, Refusal, Rumour
-from averaging.security import Credentials, read_tls
+from averaging.security import Credentials
 from averaging.timing import Deadline, FairTimeout
 from averaging.transport import KeyValueStore
 from averaging.transport.grpc import EtcdCluster, RpcChannel
@@ -95,10 +95,8 @@ class EtcdDiscovery(RecordDiscovery):
         Raises:
             ConfigError: a file with certificates is unreadable.
         """
-        ca, cert, key = config.etcd_files or (None, None, None)
-        tls = read_tls(ca, cert, key, clock) or credentials.tls
         # The run's tokens only seal the records: they are not sent to etcd.
-        channels = [RpcChannel(member, credentials=Credentials(tls=tls)) for member in config.etcd]
+        channels = [RpcChannel(member, credentials=Credentials(tls=credentials.tls)) for member in config.etcd]
         settings = EtcdSettings(name=config.discovery, join_timeout=config.join_timeout)
         return cls(
             *(config.run_id, endpoint, EtcdCluster(channels, settings.wait)),

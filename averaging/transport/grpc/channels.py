@@ -63,13 +63,12 @@ class Channels:
         *,
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
-        proxy: str | None = None,
     ) -> None:
         credentials = credentials or Credentials()
         self._options = channel_options(max_message_bytes)
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
         self._dialling = dialling or Dialling()
-        self._proxy = chosen_proxy(proxy)
+        self._proxy = chosen_proxy()
         self._metadata = call_metadata(credentials.tokens)
         self._connections: dict[str, PeerConnection] = {}  # least recently used first
         self._replaced: set[PeerConnection] = set()  # broken or unused; each is closed when its last call ends
@@ -225,7 +224,6 @@ class RpcChannel:
             such as link-local ones, are not dialled then.
         loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
         certified_host: The host for which the server's certificate must be valid; None for that of the endpoint.
-        proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -239,14 +237,13 @@ class RpcChannel:
         named_by_peer: bool = False,
         loopback: bool = False,
         certified_host: str | None = None,
-        proxy: str | None = None,
     ) -> None:
         if parse_address(endpoint)[1] == 0:
             raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
         self.endpoint = endpoint
         names = {endpoint: certified_host} if certified_host else {}
         dialling = Dialling(() if named_by_peer else (endpoint,), loopback=loopback, names=names)
-        self._channels = Channels(MAX_MESSAGE_BYTES, credentials=credentials, dialling=dialling, proxy=proxy)
+        self._channels = Channels(MAX_MESSAGE_BYTES, credentials=credentials, dialling=dialling)
 
     async def __aenter__(self) -> Self:
         return self

@@ -42,7 +42,6 @@ class GrpcTransport:
         given: endpoints named by the user, which are always dialled. It may change.
         names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
         services: further methods to serve.
-        proxy: URL of the HTTP proxy through which other peers are called; None for that of `AVERAGING_PROXY`, if any.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -58,7 +57,6 @@ class GrpcTransport:
         given: Collection[str] = (),
         names: Mapping[str, str] | None = None,
         services: Sequence[RpcService] = (),
-        proxy: str | None = None,
     ) -> None:
         if max_message_bytes < 1:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
@@ -78,9 +76,7 @@ class GrpcTransport:
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         names = {} if names is None else names  # not `or`: an empty one may be filled later
         self._dialling = Dialling(given, loopback=None if listen is None else False, names=names)
-        self._channels = Channels(
-            max_message_bytes, credentials=self._credentials, dialling=self._dialling, proxy=proxy
-        )
+        self._channels = Channels(max_message_bytes, credentials=self._credentials, dialling=self._dialling)
         self.add_services(services)
 
     def add_services(self, services: Sequence[RpcService]) -> None:
