@@ -9,7 +9,7 @@ from typing import Any
 
 from averaging.errors import PeerUnreachableError
 from averaging.rl.workers import DataManager, ModelWorker
-from averaging.rl.workers.payload import FETCH_DATA
+from averaging.rl.workers.requests import FETCH_DATA
 from averaging.rpc import RpcMethod
 
 

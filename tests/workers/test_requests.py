@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError
 from averaging.rl.workers import Compute, Handle, HookName, ModelWorker, Payload, SampleBatch
 from averaging.rl.workers.model_worker import flush_order
-from averaging.rl.workers.payload import (
+from averaging.rl.workers.requests import (
     ATTACH,
     REQUEST,
     Ids,
@@ -150,44 +150,6 @@ def test_after_a_break_a_master_gets_the_replies_that_it_waits_for_and_old_reque
     simulate(scenario)
 
 
-def test_a_worker_begins_after_the_ack_and_never_what_its_master_has_forgotten() -> None:
-    async def scenario(master: Master) -> None:
-        def held(session: str, name: str) -> asyncio.Task[Reply]:
-            request = Payload(SHARD, Handle.MODEL_CONFIG, name, f"syn {name}", f"ack {name}", no_syn=False)
-            return asyncio.create_task(
-                master.channel.call(REQUEST, Request(session=session, payload=encode_payload(request)), 60.0)
-            )
-
-        def config(reply: Reply) -> object:
-            return decode_payload(reply.payload).data
-
-        async with master.attached() as session:
-            syn = master.send(session, Handle.SYN, "syn 1")  # it overtakes its request
-            await asyncio.sleep(5.0)
-            assert not syn.done()
-            first, second = held(session, "1"), held(session, "2")
-            assert config(await syn) is None
-            await master.send(session, Handle.SYN, "syn 2")
-            master.network.break_streams("a0:1")
-            await asyncio.wait([first, second])
-        async with master.attached("1", "2") as session:
-            first, again = held(session, "1"), held(session, "1")
-            second = held(session, "2")
-            await asyncio.sleep(5.0)
-            assert not first.done()
-            await master.send(session, Handle.ACK, "ack 1")
-            assert await first == await again
-            assert config(await first) == {"hidden": 3, "rank": 0}
-            await master.send(session, Handle.ACK, "ack 2", None, "2")  # it is not wanted any longer
-            await asyncio.sleep(5.0)
-            assert not second.done()
-            with pytest.raises(ProtocolViolationError, match="a syn whose requests have not arrived"):
-                await master.send(session, Handle.SYN, "syn 2 again")
-            second.cancel()
-
-    simulate(scenario)
-
-
 def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, publishes: bool = False) -> Payload:
     """A request; `empty` publishes parameters or takes them."""
     payload = Payload("worker", handle, call, data=Compute(call, "model", mesh))
@@ -210,36 +172,6 @@ def test_the_order_of_a_flush_does_not_depend_on_the_order_of_arrival() -> None:
     ]
     for arrival in itertools.permutations(requests):
         assert sorted(arrival, key=flush_order) == requests
-
-
-def test_the_order_of_rounds_does_not_depend_on_the_mesh() -> None:
-    """A site with more workers for the actor enters the rounds in the same order."""
-    for actor, critic in ((1, 2), (2, 1)):
-        ordered = sorted([queued("critic", critic, "average"), queued("actor", actor, "average")], key=flush_order)
-        assert [payload.request_id for payload in ordered] == ["actor", "critic"]
-
-
-def test_a_payload_survives_its_message() -> None:
-    payload = Payload(
-        SHARD,
-        Handle.TRAIN_STEP,
-        "id",
-        syn_reply_id="s",
-        ack_reply_id="a",
-        no_syn=False,
-        send_time=1.5,
-        data=Compute("actor_train", "actor", 2, 3, ["x"], ["answer"], []),
-        pre_hooks=["data_transfer"],
-        pre_hook_data=[[Step("bcast", "a", ["a"], ["b"], [["x"]], ["answer"])]],
-        post_hooks=["param_realloc", "offload"],
-        post_hook_data=[Realloc("t", "actor", "ref", 0.25), None],
-    )
-    found = decode_payload(encode_payload(payload))
-    assert convert(found.data, Compute) == payload.data
-    assert convert(found.pre_hook_data[0], list[Step]) == payload.pre_hook_data[0]
-    assert convert(found.post_hook_data[0], Realloc) == payload.post_hook_data[0]
-    for name in set(Payload.__slots__) - {"data", "pre_hook_data", "post_hook_data"}:
-        assert getattr(found, name) == getattr(payload, name)
 
 
 @given(st.binary(max_size=60))

@@ -12,7 +12,7 @@ import torch
 from averaging.errors import ProtocolViolationError, TensorError, WorkerError
 from averaging.rl.workers import DataManager, SampleBatch
 from averaging.rl.workers.data_manager import SILENCE_SECONDS, blend
-from averaging.rl.workers.payload import Step
+from averaging.rl.workers.requests import Step
 from averaging.rpc import TensorMessage, tensor_messages
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor

@@ -28,7 +28,8 @@ from averaging.rl.workers import (
     Payload,
     Plan,
 )
-from averaging.rl.workers.payload import (
+from averaging.rl.workers.plan import Model
+from averaging.rl.workers.requests import (
     ATTACH,
     FETCH_DATA,
     REQUEST,
@@ -37,7 +38,6 @@ from averaging.rl.workers.payload import (
     decode_payload,
     encode_payload,
 )
-from averaging.rl.workers.plan import Model
 from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, read_credentials
 from averaging.security.credentials import local_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, Request
@@ -116,11 +116,11 @@ def test_the_requests_of_a_master(site: Site) -> None:
         assert master.call(actors, Handle.MODEL_CONFIG, no_syn=False) == configs
         assert master.spec() == [DatasetSpec(1, 32)] * 2
         fetched = master.call(["a0", "a1"], Handle.FETCH, [{"count": 2}] * 2)
-        assert [one["ids"] for one in fetched] == [["sample-0", "sample-1"], ["sample-32", "sample-33"]]
+        assert [one["ids"] for one in fetched] == [["sample-0", "sample-2"], ["sample-1", "sample-3"]]
         assert [one["dp_rank"] for one in fetched] == [0, 1]
-        assert fetched[0]["seqlens"] == [1, 2]
+        assert fetched[0]["seqlens"] == [1, 3]
         again = master.call(["a0"], Handle.FETCH, [{"count": 32}])
-        assert again[0]["ids"] == [f"sample-{n}" for n in range(2, 32)]  # ids already known are skipped
+        assert again[0]["ids"] == [f"sample-{n}" for n in range(4, 64, 2)]  # ids already known are skipped
         assert master.call(["a0", "a1"], Handle.CLEAR_DATA_CACHE, [{"ids": ["sample-0"]}] * 2) == [None, None]
         ids = master.request(actors, Handle.INITIALIZE, [Compute("actor", "actor", 2)] * 2)
         assert master.poll(ids) is None  # it waits for flush
@@ -159,9 +159,9 @@ def test_the_requests_of_a_master(site: Site) -> None:
 def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, reason: str, no_syn: bool) -> None:
     site.start_ppo()
     with site.master() as master:
-        with pytest.raises(WorkerError, match=f"fetch of a0 has failed at a0: {reason}"):
-            master.call(["a0"], Handle.FETCH, [data], no_syn=no_syn, timeout=20.0)
-        assert master.call(["a0"], Handle.SPEC, timeout=20.0)[0]["dataset_size"] == 32
+        with pytest.raises(WorkerError, match=f"(fetch|syn) of a0 has failed at a0: {reason}"):
+            master.call(["a0"], Handle.FETCH, [data], no_syn=no_syn)
+        assert master.call(["a0"], Handle.SPEC)[0]["dataset_size"] == 32
         assert not master.lost
         assert [result.step for result in master.run(1)] == [1]
 
@@ -169,11 +169,11 @@ def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, rea
 @pytest.mark.parametrize("config", [{"a": object()}, {"a": "x" * 20_000_000}], ids=["object", "size"])
 def test_a_reply_that_cannot_be_sent_fails_alone(site: Site, config: dict[str, object]) -> None:
     site.start_ppo()
-    site.workers["a0"]._executor._backends["actor"].model_config = lambda: config  # type: ignore[method-assign]
+    site.workers["a0"]._executor.backends["actor"].model_config = lambda: config  # type: ignore[method-assign]
     with site.master() as master:
         with pytest.raises(WorkerError, match="model_config of actor.* has failed at a0: its reply is lost: it "):
-            master.call(["actor@dp0-tp0-pp0"], Handle.MODEL_CONFIG, timeout=20.0)
-        assert master.call(["a0"], Handle.SPEC, timeout=20.0)[0]["dataset_size"] == 32
+            master.call(["actor@dp0-tp0-pp0"], Handle.MODEL_CONFIG)
+        assert master.call(["a0"], Handle.SPEC)[0]["dataset_size"] == 32
         assert not master.lost
 
 
@@ -236,17 +236,6 @@ def test_tensors_never_travel_through_the_master(site: Site) -> None:
     assert 1_000 < sum(sizes) < 20_000
 
 
-def test_a_second_master_is_refused_and_a_later_one_is_not(site: Site) -> None:
-    site.start_ppo()
-    with site.master() as first:
-        list(first.run(1))
-        with pytest.raises(WorkerError, match=r"refuses this master: .* serves another master .* lives; end"):
-            site.master()
-        assert first.step().step == 2
-    with site.master() as second:
-        assert [result.step for result in second.run(3)] == [3]
-
-
 def test_tokens(site: Site, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)
@@ -275,7 +264,7 @@ def test_tls(site: Site, tmp_path: Path) -> None:
         assert len(list(master.run(2))) == 2
     for wrong in (None, strange):
         with pytest.raises(WorkerError, match="cannot be reached"):
-            MasterWorker(site.plan(), credentials=wrong, attach_timeout=5.0)
+            MasterWorker(site.plan(), credentials=wrong, attach_timeout=1.0)
 
 
 @pytest.mark.asyncio

@@ -16,26 +16,18 @@ from averaging.rl.workers.plan import ModelShardID, Topology
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of a dataset: an id that is unique there, and tensors by name, at least one."""
+    """One sample of a dataset."""
 
-    id: str
-    data: Mapping[str, torch.Tensor]
+    id: str  # unique in the dataset
+    data: Mapping[str, torch.Tensor]  # by name, at least one
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Samples with the same tensors.
-
-    Attributes:
-        ids: Ids of the samples.
-        data: For each name one tensor per sample, in order. First dimensions may differ.
-
-    Raises:
-        ConfigError: The numbers of tensors and samples differ.
-    """
+    """Samples with the same tensors. Another number of tensors than of samples is a ConfigError."""
 
     ids: Sequence[str]
-    data: Mapping[str, Sequence[torch.Tensor]]
+    data: Mapping[str, Sequence[torch.Tensor]]  # for each name one tensor per sample; first dimensions may differ
 
     def __post_init__(self) -> None:
         for key, tensors in self.data.items():
@@ -96,27 +88,23 @@ class Backend:
         raise self._lacks("train_step")
 
     def evaluate(self, step: int) -> Any:
-        """The hook `evaluate`. Returns a mapping of statistics to numbers."""
+        """Returns a mapping of statistics to numbers."""
         raise self._lacks("evaluate")
 
     def offload(self) -> Any:
-        """The hook `offload`: moves the model out of the way, for example from the GPU."""
+        """Moves the model out of the way, for example from the GPU."""
         raise self._lacks("offload")
 
     def save(self, path: str) -> Any:
-        """The hook `save`. `path` is absolute and in the `save_folder` of the worker."""
+        """Saves the model at an absolute path in the `save_folder` of the worker."""
         raise self._lacks("save")
 
     def average(self) -> Any:
-        """The hook `average`: joins a round with the other sites and returns when it is over.
-
-        Returns:
-            A mapping of statistics to numbers, or None.
-        """
+        """Joins a round with the other sites; returns a mapping of statistics to numbers, or None, when it is over."""
         raise self._lacks("average")
 
     def parameters(self) -> Any:
-        """The hook `param_realloc`: returns a mapping of names to tensors, which the hook reads or writes in place."""
+        """Returns a mapping of names to tensors, which `param_realloc` reads or writes in place."""
         raise self._lacks("parameters")
 
     def _lacks(self, method: str) -> ConfigError:
@@ -183,11 +171,8 @@ class ListDataset(Dataset):
         self._epochs = 0  # that have begun
 
     def place(self, dp_rank: int, dp_size: int) -> None:
-        size, longer = divmod(len(self._all), dp_size)  # the parts are consecutive, and the first are longer by one
-        start = dp_rank * size + min(dp_rank, longer)
-        self._part = self._all[start : start + size + (dp_rank < longer)]
+        self._part, self._epochs = self._all[dp_rank::dp_size], 0
         self._left.clear()
-        self._epochs = 0
 
     @property
     def size(self) -> int:

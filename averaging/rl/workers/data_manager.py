@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias
 
@@ -19,16 +19,15 @@ from averaging.errors import (
     WorkerError,
 )
 from averaging.rl.workers.backend import Sample, SampleBatch
-from averaging.rl.workers.payload import FETCH_DATA, Channel, Connect, Step
+from averaging.rl.workers.requests import FETCH_DATA, Channel, Connect, Step
 from averaging.rpc import TensorReader, tensor_messages
 from averaging.tensors import STATE_DTYPES, dtype_name
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
 
+# A transfer without a message for this time has failed: its source hangs, or never gets the tensors itself.
 SILENCE_SECONDS = 60.0
-"""A transfer without a message for this time has failed: its source hangs, or never gets the tensors itself."""
 
-Tensors: TypeAlias = list[tuple[str, str, torch.Tensor]]
-"""Tensors with their samples and names."""
+Tensors: TypeAlias = list[tuple[str, str, torch.Tensor]]  # with their samples and names
 
 
 class OwnerTracker:
@@ -37,9 +36,8 @@ class OwnerTracker:
     def __init__(self) -> None:
         self._owners: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
 
-    @property
-    def samples(self) -> list[str]:
-        return list(self._owners)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
 
     def add(self, worker: str, ids: Iterable[str], keys: Collection[str]) -> None:
         for sample in ids:
@@ -86,7 +84,8 @@ class Redistributor:
             WorkerError: No worker holds one of the tensors.
         """
         load: Counter[str] = Counter()
-        transfers: defaultdict[tuple[str, tuple[str, ...], str], list[str]] = defaultdict(list)
+        # Samples by receiver, for each source and the names of the tensors.
+        transfers: defaultdict[tuple[str, tuple[str, ...]], dict[str, list[str]]] = defaultdict(dict)
         for worker, ids in wanted.items():
             for sample in dict.fromkeys(ids):
                 missing: defaultdict[str, list[str]] = defaultdict(list)  # names by source
@@ -101,32 +100,15 @@ class Redistributor:
                     load[source] += 1
                     missing[source].append(key)
                 for source, names in missing.items():
-                    transfers[source, tuple(names), worker].append(sample)
-        return _steps(transfers)
-
-
-def _steps(transfers: Mapping[tuple[str, tuple[str, ...], str], list[str]]) -> list[Step]:
-    """The steps of transfers, which are given as samples by (source, names of tensors, receiver).
-
-    What several receive alike is a `bcast`, a source with several receivers a `scatter`, and the rest a `gather`.
-    """
-    receivers: defaultdict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-    for (source, keys, worker), ids in transfers.items():
-        receivers[source, keys, tuple(ids)].append(worker)
-    fan_out = Counter((source, keys) for (source, keys, _), workers in receivers.items() if len(workers) == 1)
-    steps: list[Step] = []
-    others: defaultdict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = defaultdict(dict)
-    for (source, keys, shared), workers in receivers.items():
-        if len(workers) > 1:
-            steps.append(Step("bcast", source, [source], workers, [list(shared)], list(keys)))
-        elif fan_out[source, keys] > 1:
-            others["scatter", source, keys][workers[0]] = list(shared)
-        else:
-            others["gather", workers[0], keys][source] = list(shared)
-    for (kind, root, keys), ids_of in others.items():
-        srcs, dsts = ([root], list(ids_of)) if kind == "scatter" else (list(ids_of), [root])
-        steps.append(Step(kind, root, srcs, dsts, list(ids_of.values()), list(keys)))
-    return steps
+                    transfers[source, tuple(names)].setdefault(worker, []).append(sample)
+        steps = []
+        for (source, shared), ids_of in transfers.items():
+            lists, receivers = list(ids_of.values()), list(ids_of)
+            if all(samples == lists[0] for samples in lists):
+                steps.append(Step("bcast", source, [source], receivers, lists[:1], list(shared)))
+            else:
+                steps.append(Step("scatter", source, [source], receivers, lists, list(shared)))
+        return steps
 
 
 def balance(lengths: Mapping[str, int], ranks: int) -> list[list[str]]:
@@ -140,7 +122,7 @@ def balance(lengths: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 
 class DataManager:
-    """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop."""
+    """Stores the tensors of samples, and executes the steps of a `Redistributor`."""
 
     def __init__(self, worker: str, connect: Connect) -> None:
         self.endpoints: Mapping[str, str] = {}  # of all workers, by name
@@ -159,7 +141,6 @@ class DataManager:
             await channel.close()
 
     def inventory(self) -> dict[str, list[str]]:
-        """Names of the tensors of each sample."""
         return {sample: list(tensors) for sample, tensors in self._data.items()}
 
     def length(self, sample: str) -> int:

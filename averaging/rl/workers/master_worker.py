@@ -7,21 +7,23 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, Self, TypeAlias, TypeVar
 
-from averaging.common import call_in, on_loop
+from averaging.common import on_loop
 from averaging.errors import WorkerError
 from averaging.rl.workers.data_manager import OwnerTracker, Redistributor, balance
-from averaging.rl.workers.payload import (
+from averaging.rl.workers.plan import Call, Hook, HookName, ModelShardID, ParamRealloc, Plan, Save
+from averaging.rl.workers.requests import (
     Compute,
     Computed,
     Connect,
     Count,
+    Datas,
     DatasetSpec,
     Fetched,
     Handle,
@@ -29,10 +31,10 @@ from averaging.rl.workers.payload import (
     Inventory,
     Payload,
     Realloc,
+    RequestClient,
+    connector,
     convert,
 )
-from averaging.rl.workers.plan import Call, Hook, HookName, ModelShardID, ParamRealloc, Plan, Save
-from averaging.rl.workers.request_client import Datas, RequestClient
 from averaging.rpc import Credentials, EventLoopThread
 
 T = TypeVar("T")
@@ -43,19 +45,12 @@ logger = logging.getLogger("averaging.rl.workers")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step has done.
+    """What one step has done."""
 
-    Attributes:
-        step: Number of the step, from 1.
-        stats: Means over the workers of the numbers that the backends returned, by call.
-        seconds: Duration.
-        samples: Ids of its samples.
-    """
-
-    step: int
-    stats: dict[str, dict[str, float]]
+    step: int  # from 1
+    stats: dict[str, dict[str, float]]  # by call: means over the workers of the numbers that the backends returned
     seconds: float
-    samples: list[str]
+    samples: list[str]  # their ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +63,7 @@ class _Job:
 
 
 class StepRunner:
-    """Drives the workers of a plan through one `RequestClient`.
-
-    A step needs all workers. If one is lost, the step ends with an error, and can be run again when it is back.
-    """
+    """Drives the workers of a plan through one `RequestClient`. A step needs all of them."""
 
     def __init__(self, plan: Plan, client: RequestClient, tracker: OwnerTracker) -> None:
         self.step_number = 0  # of the last step that is complete
@@ -91,7 +83,7 @@ class StepRunner:
                     if set(keys) >= set(self._plan.data_keys):
                         self._buffer.setdefault(sample, inventory.lengths.get(sample, 1))
             self._has_taken_over = True
-            await self._clear([sample for sample in self._tracker.samples if sample not in self._buffer])
+            await self._clear([sample for sample in self._tracker if sample not in self._buffer])
         await self._initialize_models(self._plan.workers)
 
     async def step(self) -> StepResult:
@@ -132,10 +124,8 @@ class StepRunner:
             if failure is not None:
                 raise failure
             if len(self._buffer) == before:
-                text = (
-                    f"the dataset has no further samples at {', '.join(heads)}: a step needs {self._plan.batch_size}, "
-                )
-                text += f"and {before} are there; reduce batch_size, or end the training here"
+                needs = f"a step needs {self._plan.batch_size}, and {before} are there"
+                text = f"the dataset has no further samples at {', '.join(heads)}: {needs}; reduce batch_size, or end"
                 raise WorkerError(heads[0], text, Handle.FETCH)
 
     async def _clear(self, ids: Sequence[str]) -> None:
@@ -268,11 +258,9 @@ class MasterWorker:
             print(result.step, result.stats)
     ```
 
-    The methods `post` to `gather` send single requests. Those whose names end in `_async` are coroutines for any event
-    loop; the others block. All may be called in any thread.
-
-    A second master is refused while the first one lives. A master that is started again attaches to the workers, and
-    goes on with the models and samples that they hold.
+    The methods from `post` on send single requests, in any thread. Those that end in `_async` are coroutines for any
+    event loop. A second master is refused while the first one lives. One that is started again goes on with the models
+    and samples that the workers hold.
 
     Args:
         plan: The plan.
@@ -299,9 +287,8 @@ class MasterWorker:
     ) -> None:
         tracker = OwnerTracker()
         self.plan = plan
-        self._client = RequestClient(
-            plan, credentials=credentials, stall_timeout=stall_timeout, connect=connect, on_lost=tracker.remove_worker
-        )
+        connect = connect or connector(credentials)
+        self._client = RequestClient(plan, connect, tracker.remove_worker, stall_timeout)
         self._runner = StepRunner(plan, self._client, tracker)
         self._thread = EventLoopThread(self._client, "the master")
         try:
@@ -366,37 +353,22 @@ class MasterWorker:
     ) -> list[str]:
         """Sends a request to each handler, with data for each, and returns their ids.
 
-        Without `no_syn` no worker begins before all have said that they hold their requests (syn), and were told that
-        the others do (ack).
+        Without `no_syn` the requests are sent (ack) after all workers have answered that they have received them (syn).
 
         Raises:
-            WorkerError: Without `no_syn`: a request cannot be sent, or a worker is lost before all have theirs.
+            WorkerError: Without `no_syn`: a request cannot be sent, or a worker is lost. None is carried out then.
         """
         return self._thread.run(self._client.request_async(handlers, handle_name, datas, no_syn=no_syn))
 
-    def call(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Datas = None,
-        *,
-        no_syn: bool = True,
-        timeout: float | None = None,
-    ) -> list[Any]:
+    def call(self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True) -> list[Any]:
         """Like `request`, but returns the data of the replies. Errors as `gather`."""
-        return self._thread.run(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
+        return self._thread.run(self._client.call(handlers, handle_name, datas, no_syn=no_syn))
 
     async def call_async(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Datas = None,
-        *,
-        no_syn: bool = True,
-        timeout: float | None = None,
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True
     ) -> list[Any]:
         """Like `call`."""
-        return await self._awaited(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
+        return await self._awaited(self._client.call(handlers, handle_name, datas, no_syn=no_syn))
 
     def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
         """Waits for the replies to these requests.
@@ -424,18 +396,15 @@ class MasterWorker:
         return self._thread.run(on_loop(lambda: self._client.poll_batch(ids)))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the master's thread, for any event loop."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        """Runs a coroutine in the master's thread. No thread waits for it."""
+        done: Future[T] = Future()
 
         async def run() -> None:
-            finish: Callable[[], object] = done.cancel  # if the master is closed
-            try:
-                finish = partial(done.set_result, await coroutine)
-            except Exception as error:
-                finish = partial(done.set_exception, error)
-            finally:
-                call_in(loop, lambda: done.done() or finish())
+            with suppress(InvalidStateError):  # the caller was cancelled
+                try:
+                    done.set_result(await coroutine)
+                except BaseException as error:  # a CancelledError if the master is closed
+                    done.set_exception(error)
 
         self._thread.start(run())
-        return await done
+        return await asyncio.wrap_future(done)

@@ -12,17 +12,18 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError, printable
 from averaging.metrics import CERTIFICATE_METRICS, MetricsListener, Samples, certificate_samples, counter, gauge
 from averaging.rl.workers.backend import Backend, Dataset, Sample, check_numbers, check_outputs
 from averaging.rl.workers.data_manager import SILENCE_SECONDS, DataManager, blend
-from averaging.rl.workers.payload import (
+from averaging.rl.workers.plan import HookName, ModelShardID, Placement
+from averaging.rl.workers.requests import (
     ATTACH,
     BLOCKING,
     FETCH_DATA,
@@ -47,7 +48,6 @@ from averaging.rl.workers.payload import (
     pack,
     unpack,
 )
-from averaging.rl.workers.plan import HookName, ModelShardID, Placement
 from averaging.rpc import Credentials, EventLoopThread, RpcHandler, RpcServer
 from averaging.security import local_credentials
 from averaging.tensors import copy_to_cpu
@@ -55,11 +55,8 @@ from averaging.wire.workers_pb2 import Attach, Attached, Reply, Request
 
 logger = logging.getLogger("averaging.rl.workers")
 
-BEAT_SECONDS = 1.0
-"""Interval of the messages that tell a master that its worker lives."""
-
-MAX_REQUESTS = 1 << 16
-"""Maximum number of requests that wait or run, and of replies that the master has not received."""
+BEAT_SECONDS = 1.0  # interval of the messages that tell a master that its worker lives
+MAX_REQUESTS = 1 << 16  # that wait or run, and replies that the master has not received
 
 WORKER_METRICS = (
     counter("worker_requests", "Requests of the master that were answered, by what they ask for.", "handle"),
@@ -70,21 +67,13 @@ WORKER_METRICS = (
 )
 """What a model worker tells Prometheus."""
 
-_Call: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
-
 
 class Computations:
     """Runs functions one after the other, in a thread, or in the event loop for simulations on virtual time."""
 
     def __init__(self, *, inline: bool) -> None:
         self._inline = inline
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def start(self, name: str) -> None:
-        if not self._inline:
-            self._thread = threading.Thread(target=self.work, name=name, daemon=True)
-            self._thread.start()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
 
     def work(self) -> None:
         """Runs functions in the calling thread until `close`."""
@@ -108,12 +97,9 @@ class Computations:
         self._calls.put((partial(function, *args), done))
         return await done
 
-    async def close(self) -> None:
-        """Ends `work` after the function in progress, and waits for the thread if there is one."""
+    def close(self) -> None:
+        """Ends `work` after the function in progress."""
         self._calls.put(None)
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.to_thread(thread.join)
 
 
 @dataclass(eq=False)
@@ -123,13 +109,10 @@ class Job:
     request: Payload
     reply: asyncio.Future[Payload]
     begun: bool = False  # blocking requests wait for a flush
-    held: bool = False  # until its ack
 
 
 def flush_order(request: Payload) -> tuple[int, int, str]:
-    """The sort key of the blocking requests of a flush.
-
-    It depends on the plan alone and not on the order of arrival, so the order is the same at all workers and sites.
+    """The sort key of the blocking requests of a flush, which does not depend on the order of arrival.
 
     1. Requests that only publish parameters, since others wait for them.
     2. Calls of smaller meshes first, then by name.
@@ -148,45 +131,36 @@ def flush_order(request: Payload) -> tuple[int, int, str]:
     return 1, compute.mesh, compute.call
 
 
+@dataclass(eq=False)
 class Executor:
     """Carries out requests: calls of backends and hooks."""
 
-    def __init__(
-        self,
-        worker: str,
-        backends: Mapping[str, Backend],
-        dataset: Dataset | None,
-        save_folder: Path | None,
-        connect: Connect,
-        *,
-        inline: bool,
-    ) -> None:
-        self.data = DataManager(worker, connect)
-        self.computations, self.loading = Computations(inline=inline), Computations(inline=inline)
-        self.versions: dict[str, int] = {}  # train steps of each model that is initialized
-        self._shards: Mapping[str, ModelShardID] = {}  # by handler
-        self._dp = (-1, 0)  # rank among the workers that hold a part of the dataset, -1 for none; and their number
-        self._worker = worker
-        self._backends = backends
-        self._dataset = dataset
-        self._save_folder = save_folder
-        self._one_flush = asyncio.Lock()
+    worker: str
+    backends: Mapping[str, Backend]
+    dataset: Dataset | None
+    save_folder: Path | None
+    data: DataManager
+    computations: Computations
+    versions: dict[str, int] = field(default_factory=dict)  # train steps of each model that is initialized
+    _shards: Mapping[str, ModelShardID] = field(default_factory=dict)  # by handler
+    _dp: tuple[int, int] = (-1, 0)  # rank among the workers with a part of the dataset, -1 for none; and their number
+    _one_flush: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def place(self, placement: Placement) -> str:
         """Takes its part in a plan. Returns why that is impossible, and then changes nothing; empty if it is not."""
         dp = placement.dp_rank, placement.dp_size
         for shard, _ in placement.shards:
-            if shard.model not in self._backends:
-                known = ", ".join(self._backends) or "none"
-                return f"{self._worker} has no backend of model {shard.model!r:.200}; it has {known}"
-        if not -1 <= dp[0] < max(0, dp[1]) or (dp[0] >= 0 and self._dataset is None):
-            return f"{self._worker} cannot hold part {dp[0]} of {dp[1]} of the dataset; give it a dataset"
-        if dp[0] >= 0 and dp != self._dp and self._dataset is not None:
-            self._dataset.place(*dp)
+            if shard.model not in self.backends:
+                known = ", ".join(self.backends) or "none"
+                return f"{self.worker} has no backend of model {shard.model!r:.200}; it has {known}"
+        if not -1 <= dp[0] < max(0, dp[1]) or (dp[0] >= 0 and self.dataset is None):
+            return f"{self.worker} cannot hold part {dp[0]} of {dp[1]} of the dataset; give it a dataset"
+        if dp[0] >= 0 and dp != self._dp and self.dataset is not None:
+            self.dataset.place(*dp)
         self._dp = dp
         self._shards = {str(shard): shard for shard, _ in placement.shards}
         for shard, topology in placement.shards:
-            backend = self._backends[shard.model]
+            backend = self.backends[shard.model]
             backend.shard, backend.topology = shard, topology
         self.data.endpoints = placement.endpoints
         return ""
@@ -197,25 +171,27 @@ class Executor:
         data: object = None
         with self._replying(job):
             match request.handle_name:
+                case Handle.SYN:
+                    convert(request.data, Payload)
                 case Handle.FETCH:
                     data = await self._fetch(convert(request.data, Count).count)
                 case Handle.SPEC:
                     size = 0 if self._source is None else self._source.size
                     data = DatasetSpec(1 if size else 0, size)
                 case Handle.MODEL_CONFIG:
-                    backend = self._backends[self._shard(request.handler).model]
+                    backend = self.backends[self._shard(request.handler).model]
                     data = dict(await self.computations.run(backend.model_config))
                 case Handle.CLEAR_DATA_CACHE:
                     self.data.remove(convert(request.data, Ids).ids)
                 case unknown:
-                    raise ConfigError(f"{self._worker} knows no request {unknown!r:.200}; give both the same version")
+                    raise ConfigError(f"{self.worker} knows no request {unknown!r:.200}; give both the same version")
             job.reply.set_result(request.reply(data))
 
     async def _fetch(self, count: int) -> Fetched:
         source = self._source
         if source is None:
-            raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
-        loaded: Sequence[Sample] = await self.loading.run(source.fetch, count)
+            raise ConfigError(f"{self.worker} holds no part of a dataset; give it one, or fetch from the DP heads")
+        loaded: Sequence[Sample] = await self.computations.run(source.fetch, count)
         new = [sample for sample in loaded if not self.data.has_data(sample.id)]
         self.data.store(new)
         ids = [sample.id for sample in new]
@@ -224,7 +200,7 @@ class Executor:
 
     @property
     def _source(self) -> Dataset | None:
-        return self._dataset if self._dp[0] >= 0 else None
+        return self.dataset if self._dp[0] >= 0 else None
 
     async def flush(self, jobs: Sequence[Job]) -> None:
         """Carries out the requests of one level, after those of the level before, and replies to each.
@@ -238,9 +214,12 @@ class Executor:
                 with self._replying(job):
                     queued.append((flush_order(job.request), job))
             ordered = [job for _, job in sorted(queued, key=itemgetter(0))]
-            for job in ordered:
+            for request, job in ((job.request, job) for job in ordered):
                 with self._replying(job):
-                    await self._run_pre_hooks(job.request)
+                    for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
+                        if name != HookName.DATA_TRANSFER:
+                            raise ConfigError(f"{name!r:.200} cannot run before a request; data_transfer can")
+                        await self.data.redistribute(convert(data, list[Step]))
             for job in ordered:
                 if not job.reply.done():  # a pre-hook may have failed
                     with self._replying(job):
@@ -254,27 +233,21 @@ class Executor:
         except AveragingError as error:
             job.reply.set_result(job.request.reply(error=str(error)))
         except Exception as error:
-            logger.exception("%s of %s has failed at %s", job.request.handle_name, job.request.handler, self._worker)
+            logger.exception("%s of %s has failed at %s", job.request.handle_name, job.request.handler, self.worker)
             job.reply.set_result(job.request.reply(error=f"{type(error).__name__}: {error}"))
-
-    async def _run_pre_hooks(self, request: Payload) -> None:
-        for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
-            if name != HookName.DATA_TRANSFER:
-                raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
-            await self.data.redistribute(convert(data, list[Step]))
 
     async def _carry_out(self, request: Payload) -> object:
         """Runs a call and its post-hooks, and returns the data of the reply."""
         run, handle = self.computations.run, request.handle_name
         shard, compute = self._shard(request.handler), convert(request.data, Compute)
-        backend = self._backends[shard.model]
+        backend = self.backends[shard.model]
         if handle == Handle.INITIALIZE and shard.model not in self.versions:
             await run(backend.initialize)
             self.versions[shard.model] = 0
         if handle == Handle.INITIALIZE:
             return self.versions[shard.model]
         if shard.model not in self.versions:
-            raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
+            raise ConfigError(f"model {shard.model!r} at {self.worker} is not initialized; send initialize")
         keys: list[str] = []
         stats: dict[str, float] = {}
         if handle != Handle.EMPTY:
@@ -312,28 +285,26 @@ class Executor:
                     copy = await run(lambda: {name: copy_to_cpu(tensor) for name, tensor in own.items()})
                     self.data.store([Sample(realloc.transfer, copy)])
             case _:
-                raise ConfigError(f"{self._worker} knows no hook {name!r:.200}; give both the same version")
+                raise ConfigError(f"{self.worker} knows no hook {name!r:.200}; give both the same version")
         return {}
 
     def _path_to_save(self, path: str) -> str:
         """The absolute path that a hook `save` means, which must be in the folder that this worker was given."""
-        if self._save_folder is None:
-            raise ConfigError(
-                f"{self._worker} has no folder for {path!r:.200}; give ModelWorker(save_folder=…) to let masters save"
-            )
+        folder = self.save_folder
+        if folder is None:
+            raise ConfigError(f"{self.worker} has no folder for {path!r:.200}; give ModelWorker(save_folder=…) for it")
         try:
-            folder = self._save_folder.resolve()
-            target = (folder / path).resolve()
+            folder, target = folder.resolve(), (folder / path).resolve()
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{path!r:.200} is no path: {error}") from None
         if not target.is_relative_to(folder):
-            raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
+            raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self.worker} may save")
         return str(target)
 
     def _shard(self, handler: str) -> ModelShardID:
         if handler not in self._shards:
             known = ", ".join(self._shards) or "none"
-            raise ConfigError(f"{self._worker} holds no shard {handler!r:.200}; it holds {known}")
+            raise ConfigError(f"{self.worker} holds no shard {handler!r:.200}; it holds {known}")
         return self._shards[handler]
 
 
@@ -376,19 +347,14 @@ class ModelWorker:
         connect: Connect | None = None,
     ) -> None:
         self.name = name
-        self._executor = Executor(
-            name,
-            dict(backends),
-            dataset,
-            None if save_folder is None else Path(save_folder),
-            connect or connector(credentials, named_by_master=True),
-            inline=connect is not None,
-        )
+        data = DataManager(name, connect or connector(credentials, named_by_master=True))
+        folder, computations = None if save_folder is None else Path(save_folder), Computations(inline=bool(connect))
+        self._executor = Executor(name, dict(backends), dataset, folder, data, computations)
         self._server = None
         if listen is not None:
             own = local_credentials(SERVICE) if credentials is None else credentials
             self._server = RpcServer(listen, [self], credentials=own)
-        self._in_own_thread = True
+        self._needs_thread = connect is None
         self._is_running = False
         self._stack = AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -411,20 +377,16 @@ class ModelWorker:
         return self._metrics.endpoint
 
     async def __aenter__(self) -> Self:
-        """Starts to serve.
-
-        Raises:
-            ListenError: The address is not available.
-        """
-        computations, loading = self._executor.computations, self._executor.loading
+        """Starts to serve. Raises a ListenError if the address is not available."""
+        computations = self._executor.computations
         async with AsyncExitStack() as stack:
             if self._server is not None:  # not in simulations
                 await stack.enter_async_context(self._metrics)
-            if self._in_own_thread:
-                computations.start(f"computations of {self.name}")
-            stack.push_async_callback(computations.close)
-            loading.start(f"dataset of {self.name}")
-            stack.push_async_callback(loading.close)
+            if self._needs_thread:
+                thread = threading.Thread(target=computations.work, name=f"computations of {self.name}", daemon=True)
+                thread.start()
+                stack.push_async_callback(asyncio.to_thread, thread.join)
+            stack.callback(computations.close)
             stack.push_async_callback(self._executor.data.close)
             stack.push_async_callback(self._end_tasks)
             self._is_running = True
@@ -439,16 +401,13 @@ class ModelWorker:
         await self._stack.aclose()
 
     def run(self, on_ready: Callable[[str], object] | None = None) -> None:
-        """Serves until Ctrl+C, calls the backends in this thread, and returns.
-
-        Args:
-            on_ready: Function that gets the endpoint as soon as the worker listens.
+        """Serves until Ctrl+C, and calls the backends in this thread. `on_ready` gets the endpoint once it listens.
 
         Raises:
             ListenError: The address is not available.
             ClosedError: The worker has ended after an error, which is its cause.
         """
-        self._in_own_thread = False
+        self._needs_thread = False
         thread = EventLoopThread(self, f"the model worker {self.name}")
         try:
             if on_ready is not None:
@@ -496,10 +455,8 @@ class ModelWorker:
         if request.worker != self.name:
             return f"this is {self.name!r}, not {request.worker!r:.200}; correct the endpoints of the plan"
         if self._session and request.master != self._master:
-            # With the whole name, another process could take its place.
-            return (
-                f"{self.name} serves another master ({printable(self._master[:8])}), which lives; end that master first"
-            )
+            other = printable(self._master[:8])  # with the whole name, another process could take its place
+            return f"{self.name} serves another master ({other}), which lives; end that master first"
         return ""
 
     async def _answer(self, message: Request) -> Reply:
@@ -511,62 +468,44 @@ class ModelWorker:
         if not self._session or message.session != self._session:
             return Reply(stale=True)
         self._forget(message.received)
-        request, book = decode_payload(message.payload), self._book
-        if request.handle_name == Handle.FLUSH and request.request_id not in book:
-            ids = convert(request.data, Ids).ids
-            await self._arrival(request, lambda: all(name in book and not book[name].held for name in ids))
-        if request.handle_name == Handle.SYN:
-            syn = request.request_id
-            await self._arrival(request, lambda: any(job.request.syn_reply_id == syn for job in book.values()))
-        job = book.get(request.request_id) or self._begin(request)
+        request = decode_payload(message.payload)
+        if request.handle_name == Handle.FLUSH and request.request_id not in self._book:
+            await self._arrival_of(convert(request.data, Ids).ids)
+        job = self._book.get(request.request_id) or self._begin(request)
         reply = await asyncio.shield(job.reply)
         try:
             return Reply(payload=encode_payload(reply))
         except ConfigError as error:
             return Reply(payload=encode_payload(reply.reply(error=f"its reply is lost: {error}")))
 
-    async def _arrival(self, request: Payload, has_arrived: Callable[[], bool]) -> None:
-        """Waits for what was sent before a request, which may overtake it."""
+    async def _arrival_of(self, ids: Sequence[str]) -> None:
+        """Waits for the requests that were sent before a flush, which may overtake them."""
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
-                while not has_arrived():
+                while not self._book.keys() >= set(ids):
                     await self._arrived.wait()
         except TimeoutError:
-            raise ProtocolViolationError(f"a {request.handle_name} whose requests have not arrived in time") from None
+            raise ProtocolViolationError("a flush whose requests have not arrived in time") from None
 
     def _begin(self, request: Payload) -> Job:
-        if len(self._book) >= MAX_REQUESTS:
+        """Begins a request, unless it waits for a flush."""
+        book, handle = self._book, request.handle_name
+        if len(book) >= MAX_REQUESTS:
             raise ProtocolViolationError(f"too many requests wait at {self.name}")
-        job = Job(request, asyncio.get_running_loop().create_future(), held=not request.no_syn)
-        self._book[request.request_id] = job
+        job = Job(request, asyncio.get_running_loop().create_future(), begun=handle not in BLOCKING)
+        book[request.request_id] = job
         job.reply.add_done_callback(self._count)
-        if not job.held:
-            self._go_on(job)
+        if handle == Handle.FLUSH:
+            jobs = [book[name] for name in request.data["ids"] if name in book and not book[name].begun]
+            for waiting in jobs:
+                waiting.begun = True
+            job.reply.set_result(request.reply(len(jobs)))
+            self._start(self._executor.flush(jobs))
+        elif job.begun:
+            self._start(self._executor.answer(job))
         self._arrived.set()
         self._arrived = asyncio.Event()
         return job
-
-    def _go_on(self, job: Job) -> None:
-        """Begins a request that is not held, unless it waits for a flush."""
-        request, book = job.request, self._book
-        job.begun = request.handle_name not in BLOCKING
-        match request.handle_name:
-            case Handle.FLUSH:
-                jobs = [book[name] for name in request.data["ids"] if name in book and not book[name].begun]
-                for waiting in jobs:
-                    waiting.begun = True
-                job.reply.set_result(request.reply(len(jobs)))
-                self._start(self._executor.flush(jobs))
-            case Handle.SYN:
-                job.reply.set_result(request.reply())
-            case Handle.ACK:
-                for held in [held for held in book.values() if held.held]:
-                    if held.request.ack_reply_id == request.request_id:
-                        held.held = False
-                        self._go_on(held)
-                job.reply.set_result(request.reply())
-            case name if name not in BLOCKING:
-                self._start(self._executor.answer(job))
 
     def _forget(self, ids: Iterable[str]) -> None:
         for request_id in ids:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from averaging.common import parse_address
 from averaging.errors import ConfigError
@@ -23,8 +24,10 @@ class HookName(StrEnum):
     AVERAGE = "average"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hook:
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """Runs after each `every`-th step."""
+
     name: ClassVar[HookName]
     every: int = 1
 
@@ -33,54 +36,46 @@ class _Hook:
             raise ConfigError(f"the hook {self.name} must run every 1 or more steps, not every {self.every}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate(_Hook):
-    """Calls `Backend.evaluate` after each `every`-th step. Its numbers are in the statistics of the call."""
+class Evaluate(Hook):
+    """Calls `Backend.evaluate`. Its numbers are in the statistics of the call."""
 
-    name: ClassVar[HookName] = HookName.EVALUATE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload(_Hook):
-    """Calls `Backend.offload` after each `every`-th step."""
-
-    name: ClassVar[HookName] = HookName.OFFLOAD
+    name = HookName.EVALUATE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save(_Hook):
-    """Calls `Backend.save` after each `every`-th step, with a path in the `save_folder` of the worker.
+class Offload(Hook):
+    """Calls `Backend.offload`."""
 
-    `{step}` in the path is replaced by the number of the step.
-    """
+    name = HookName.OFFLOAD
 
-    name: ClassVar[HookName] = HookName.SAVE
+
+class Average(Hook):
+    """Calls `Backend.average`: the model joins a round with the other sites."""
+
+    name = HookName.AVERAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Hook):
+    """Calls `Backend.save` with a path in the `save_folder` of the worker, in which `{step}` becomes the step."""
+
+    name = HookName.SAVE
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Average(_Hook):
-    """Calls `Backend.average` after each `every`-th step: the model joins a round with the other sites."""
-
-    name: ClassVar[HookName] = HookName.AVERAGE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamRealloc(_Hook):
+@dataclass(frozen=True, kw_only=True)
+class ParamRealloc(Hook):
     """Moves parameters between models: target = eta · source + (1 - eta) · target. One of the two makes the call."""
 
-    name: ClassVar[HookName] = HookName.PARAM_REALLOC
+    name = HookName.PARAM_REALLOC
     source: str
     target: str
     eta: float = 1.0
 
     def __post_init__(self) -> None:
-        _Hook.__post_init__(self)
+        super().__post_init__()
         if not 0.0 <= self.eta <= 1.0:
             raise ConfigError(f"eta of param_realloc must be from 0 to 1, not {self.eta}")
 
-
-Hook: TypeAlias = Evaluate | Offload | Save | Average | ParamRealloc
 
 INTERFACES = ("generate", "inference", "train_step")
 
@@ -89,24 +84,16 @@ INTERFACES = ("generate", "inference", "train_step")
 class Call:
     """A model function call (MFC): one model computes new tensors of samples, or trains on them.
 
-    Attributes:
-        name: Name of the call, for example `actor_gen`.
-        model: Name of the model.
-        interface: `generate`, `inference` or `train_step`.
-        inputs: Names of the tensors that it gets.
-        outputs: Names of the tensors that it returns; empty for `train_step`.
-        post_hooks: Hooks after it, in order.
-
     Raises:
         ConfigError: The interface is unknown, or the call has no inputs.
     """
 
-    name: str
+    name: str  # for example `actor_gen`
     model: str
-    interface: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...] = ()
-    post_hooks: tuple[Hook, ...] = ()
+    interface: str  # `generate`, `inference` or `train_step`
+    inputs: tuple[str, ...]  # names of the tensors that it gets
+    outputs: tuple[str, ...] = ()  # names of those that it returns; empty for `train_step`
+    post_hooks: tuple[Hook, ...] = ()  # in order
 
     def __post_init__(self) -> None:
         if self.interface not in INTERFACES:
@@ -147,15 +134,11 @@ def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How a model is divided over its workers: data-parallel, tensor-parallel and pipeline-parallel ranks.
+    """How a model is divided over its workers. Numbers below 1 are a ConfigError."""
 
-    Raises:
-        ConfigError: A number is below 1.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
+    dp: int = 1  # data-parallel ranks
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline-parallel ranks
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp) < 1:
@@ -168,16 +151,13 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelShardID:
-    """The part of a model at one worker. Its text, such as `actor@dp0-tp0-pp0`, is a handler of requests.
-
-    The DP head gives the output of its data-parallel rank. It has the last pipeline rank, and tensor rank 0.
-    """
+    """The part of a model at one worker. Its text, such as `actor@dp0-tp0-pp0`, is a handler of requests."""
 
     model: str
     dp_rank: int = 0
     tp_rank: int = 0
     pp_rank: int = 0
-    is_dp_head: bool = field(default=True, compare=False)
+    is_dp_head: bool = field(default=True, compare=False)  # it has the last pipeline rank, and tensor rank 0
 
     def __str__(self) -> str:
         return f"{self.model}@dp{self.dp_rank}-tp{self.tp_rank}-pp{self.pp_rank}"
@@ -185,12 +165,10 @@ class ModelShardID:
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its workers.
+    """A model and its workers, each of which may hold several models.
 
     Attributes:
-        name: Name of the model, for example `actor`.
-        workers: Names of its workers, in the order of the data-parallel, then pipeline, then tensor rank. One worker
-            may hold several models.
+        workers: Names of its workers, in the order of the data-parallel, then pipeline, then tensor rank.
         topology: One data-parallel rank for each worker if None.
         replicated: Whether all data-parallel ranks hold the same parameters. A worker that was lost and comes back then
             takes those of another rank.
@@ -219,13 +197,11 @@ class Model:
     def shards(self) -> dict[ModelShardID, str]:
         """The worker of each shard."""
         layout = self.layout
-        ids = [
-            ModelShardID(self.name, dp, tp, pp, is_dp_head=pp == layout.pp - 1 and tp == 0)
-            for dp in range(layout.dp)
-            for pp in range(layout.pp)
-            for tp in range(layout.tp)
-        ]
-        return dict(zip(ids, self.workers, strict=True))
+        ranks = itertools.product(range(layout.dp), range(layout.pp), range(layout.tp))
+        return {
+            ModelShardID(self.name, dp, tp, pp, is_dp_head=pp == layout.pp - 1 and tp == 0): worker
+            for (dp, pp, tp), worker in zip(ranks, self.workers, strict=True)
+        }
 
     @property
     def heads(self) -> dict[int, str]:
@@ -250,22 +226,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
 class Plan:
     """Everything that a master drives.
 
-    Attributes:
-        workers: `host:port` of each worker, by name.
-        models: The models.
-        calls: The calls of models in one step.
-        batch_size: Samples in one step.
-        data_keys: Names of the tensors that the dataset has.
-
     Raises:
         ConfigError: Something is unknown, named twice, or the calls depend on each other in a cycle.
     """
 
-    workers: Mapping[str, str]
+    workers: Mapping[str, str]  # `host:port` by name
     models: tuple[Model, ...]
-    calls: tuple[Call, ...]
-    batch_size: int
-    data_keys: tuple[str, ...]
+    calls: tuple[Call, ...]  # of one step
+    batch_size: int  # samples in one step
+    data_keys: tuple[str, ...]  # names of the tensors that the dataset has
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -302,11 +271,7 @@ class Plan:
         return list(self.by_name[self.levels[0][0].model].heads.values())
 
     def worker_of(self, handler: str) -> str:
-        """The worker to which requests for a handler go.
-
-        Raises:
-            ConfigError: The plan has no such worker or shard.
-        """
+        """The worker to which requests for a handler go, or a ConfigError."""
         if handler in self.workers:
             return handler
         if handler not in self._routes:

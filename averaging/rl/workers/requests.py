@@ -1,4 +1,4 @@
-"""A master's side of its workers: attaches to them, sends requests by name, and collects the replies."""
+"""Requests of a master: what they and their replies say, how they travel, and the master's side of each worker."""
 
 from __future__ import annotations
 
@@ -8,48 +8,245 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any, Protocol, Self, TypeAlias, TypeVar
 
+import msgspec
+
+from averaging.common import is_loopback, parse_address
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
     ConfigError,
     PeerUnreachableError,
+    ProtocolViolationError,
     RefusalCause,
     TransportError,
     WorkerError,
 )
-from averaging.rl.workers.payload import (
-    ATTACH,
-    BLOCKING,
-    REQUEST,
-    Connect,
-    Handle,
-    Ids,
-    Inventory,
-    Payload,
-    connector,
-    decode_payload,
-    encode_payload,
-    pack,
-    unpack,
-)
 from averaging.rl.workers.plan import Plan
-from averaging.rpc import Credentials, Deadline, FairTimeout
-from averaging.wire.workers_pb2 import Attach, Attached, Request
+from averaging.rpc import Credentials, Deadline, FairTimeout, RpcChannel, RpcMethod
+from averaging.security import local_credentials
+from averaging.wire.workers_pb2 import Attach, Attached, FetchDataRequest, NamedTensor, Reply, Request
 
+T = TypeVar("T")
 Datas: TypeAlias = Sequence[Any] | None
+Samples: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=1 << 20)]  # their ids
+Names: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=256)]  # of tensors
 
 logger = logging.getLogger("averaging.rl.workers")
 
-RETRY_SECONDS = 0.5
-"""Seconds between two attempts to attach to a worker that does not answer."""
+MAX_HOOKS = 64  # before or after one request
+MESSAGE_BYTES = 16 << 20  # of a message: a plan for tens of thousands of samples
+PAYLOAD_BYTES = MESSAGE_BYTES - (2 << 20)  # of a request or reply; the rest is for ids of replies that have arrived
+RETRY_SECONDS = 0.5  # between two attempts to attach to a worker that does not answer
+MAX_BLOCKING = 100  # requests that wait at one worker for a flush, which needs one of the connection's 128 calls
+SERVICE = "workers"  # name of the token of workers and masters without credentials, see `local_credentials`
 
-MAX_BLOCKING = 100
-"""Maximum requests that wait at one worker for a flush or an ack, which needs one of the connection's 128 calls."""
+
+class Handle(StrEnum):
+    """The kinds of requests, with the data of their replies."""
+
+    FETCH = "fetch"  # Fetched: samples of the worker's part of the dataset, which it has loaded
+    SPEC = "spec"  # DatasetSpec
+    MODEL_CONFIG = "model_config"  # the mapping that the backend returns
+    CLEAR_DATA_CACHE = "clear_data_cache"  # None, when samples are forgotten
+    FLUSH = "flush"  # the number of blocking requests that were sent before it, and run now
+    INITIALIZE = "initialize"  # version of the model
+    GENERATE = "generate"  # Computed, as for the next ones
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+    EMPTY = "empty"  # runs hooks only: the side of a `param_realloc` that makes no call itself
+    SYN = "syn"  # None: the worker has received a request, which is the data, and waits until it is sent
+
+
+# Requests that wait for a flush. The others run at once.
+BLOCKING = frozenset({Handle.INITIALIZE, Handle.GENERATE, Handle.INFERENCE, Handle.TRAIN_STEP, Handle.EMPTY})
+
+
+@dataclass(slots=True)
+class Payload:
+    """One request or reply. The hooks before and after a request run in order."""
+
+    handler: str  # name of a worker, or of a model's shard such as `actor@dp0-tp0-pp0`
+    handle_name: str  # a `Handle`
+    request_id: str  # a reply has that of its request
+    syn_reply_id: str = ""  # without `no_syn`: of the request `syn` with which it was announced
+    ack_reply_id: str = ""  # without `no_syn`: its own, for the ack is that it is sent
+    no_syn: bool = True
+    send_time: float = 0.0  # seconds since the epoch, of the clock of the master
+    data: Any = None  # a dataclass, or what msgpack can encode; what was received is plain until `convert`
+    pre_hooks: list[str] = field(default_factory=list)  # names
+    pre_hook_data: list[Any] = field(default_factory=list)
+    post_hooks: list[str] = field(default_factory=list)
+    post_hook_data: list[Any] = field(default_factory=list)
+    error: str = ""  # why the request has failed, in a reply
+
+    def reply(self, data: Any = None, error: str = "") -> Payload:
+        return Payload(self.handler, self.handle_name, self.request_id, data=data, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    count: int  # data of `fetch`: the maximum number of samples
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Samples that were loaded, without those that the worker already held."""
+
+    ids: Samples
+    seqlens: list[int]  # first dimension of the first tensor of each sample
+    keys: Names
+    dp_rank: int  # of the worker, among those that hold a part of the dataset
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """What a worker holds of the dataset."""
+
+    n_datasets: int  # 1, or 0 if the worker has no part
+    dataset_size: int  # samples in its part
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a worker holds when a master attaches."""
+
+    versions: dict[str, int]  # train steps of each model that is initialized
+    samples: dict[str, list[str]]  # names of the tensors of each sample
+    lengths: dict[str, int]  # of each sample
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    ids: Samples  # data of `clear_data_cache`; in data of `flush` the blocking requests that were sent before it
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Data of a call: what it computes."""
+
+    call: str
+    model: str
+    mesh: int = 1  # number of workers of the model
+    step: int = 0  # from 1
+    ids: Samples = field(default_factory=list)  # of this data-parallel rank
+    inputs: Names = field(default_factory=list)  # tensors that the call gets
+    outputs: Names = field(default_factory=list)  # tensors that it must return
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    keys: Names  # of the tensors that this worker stores for the samples; empty unless it is a DP head
+    stats: dict[str, float]  # of the call and of its hooks, the latter as `evaluate/loss`
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a plan that moves tensors of samples between workers; a hook `data_transfer` has a list of them."""
+
+    comm_type: str  # bcast: the same samples for all dsts; scatter: for each its own; gather: from each of srcs
+    root: str  # the only sender, or the only receiver of a gather
+    srcs: list[str]
+    dsts: list[str]
+    ids: list[Samples]  # of each of dsts in a scatter, of each of srcs in a gather; one list for all in a bcast
+    keys: Names
+
+    def sources_of(self, worker: str) -> list[tuple[str, Samples]]:
+        """The samples that a worker receives, by their senders."""
+        if worker not in self.dsts:
+            return []
+        if self.comm_type == "gather":
+            return list(zip(self.srcs, self.ids, strict=True))
+        return [(self.root, self.ids[0 if self.comm_type == "bcast" else self.dsts.index(worker)])]
+
+
+@dataclass(frozen=True, slots=True)
+class Realloc:
+    """Data of a hook `param_realloc`: target = eta · source + (1 - eta) · target.
+
+    The source stores a copy of its parameters like the tensors of a sample, and the target fetches it from there. If
+    the source waited for its targets instead, two workers that are source and target of each other would never end.
+    """
+
+    transfer: str  # the name of that sample, until the master clears it
+    source: str  # model that publishes its parameters
+    target: str  # model that takes them
+    eta: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    origin: str = ""  # worker from which the target takes them; empty in the request to the source
+
+
+pack = msgspec.msgpack.encode
+
+
+def unpack(raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolViolationError(f"a message with data that is no {kind.__name__}: {error}") from None
+
+
+def convert(data: object, kind: type[T]) -> T:
+    """Makes the data of a payload a dataclass of this module, or raises a ProtocolViolationError."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ProtocolViolationError(f"a message with data that is no {kind.__name__}: {error}") from None
+
+
+def encode_payload(payload: Payload) -> bytes:
+    """The bytes of a request or reply. Raises a ConfigError if it cannot be sent, because of its data or its size."""
+    try:
+        raw = pack(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"it cannot be sent: {error}") from None
+    if len(raw) > PAYLOAD_BYTES:
+        raise ConfigError(f"it has {len(raw)} bytes, and {PAYLOAD_BYTES} can be sent; give less at once")
+    return raw
+
+
+def decode_payload(raw: bytes) -> Payload:
+    """What `encode_payload` encoded. Raises a ProtocolViolationError if it is malformed."""
+    payload = unpack(raw, Payload)
+    for hooks, data in (payload.pre_hooks, payload.pre_hook_data), (payload.post_hooks, payload.post_hook_data):
+        if len(hooks) != len(data) or len(hooks) > MAX_HOOKS:
+            raise ProtocolViolationError(f"a request with {len(hooks)} hooks and data for {len(data)}")
+    return payload
+
+
+_PATH = "/averaging.workers.v1.Workers/"
+_LARGE: dict[str, Any] = {"max_request_bytes": MESSAGE_BYTES}
+ATTACH = RpcMethod(_PATH + "attach", Attach, Attached, replies_stream=True, **_LARGE)
+REQUEST = RpcMethod(_PATH + "request", Request, Reply, **_LARGE)
+FETCH_DATA = RpcMethod(_PATH + "fetch_data", FetchDataRequest, NamedTensor, replies_stream=True, **_LARGE)
+
+
+class Channel(Protocol):
+    async def call(self, method: RpcMethod[Any, Any], request: Any, timeout: float) -> Any: ...
+
+    def stream(self, method: RpcMethod[Any, Any], request: Any) -> AsyncGenerator[Any, None]: ...
+
+    async def close(self) -> None: ...
+
+
+Connect: TypeAlias = Callable[[str], Channel]  # of an endpoint
+
+
+def connector(credentials: Credentials | None, *, named_by_master: bool = False) -> Connect:
+    """Returns what opens channels to workers; without credentials those on loopback get this user's token."""
+
+    def connect(endpoint: str) -> Channel:
+        own = credentials
+        if own is None and is_loopback(parse_address(endpoint)[0]):
+            own = local_credentials(SERVICE)
+        # An address that a master has named is not dialled if no worker can be there.
+        return RpcChannel(endpoint, credentials=own, named_by_peer=named_by_master, loopback=True)
+
+    return connect
 
 
 @dataclass(eq=False)
@@ -58,16 +255,11 @@ class _Sent:
 
     worker: str
     waits: bool  # whether it is blocking, and no flush was sent after it
-    ack: str  # the id of the ack that it needs, until that is sent
     outcome: asyncio.Future[Payload]
 
 
 class WorkerLink:
-    """Keeps a master attached to one worker.
-
-    The worker is lost if nothing listens at its endpoint any more, if it is silent for `stall_timeout`, or if it has
-    restarted. The link goes on trying, so that a worker can come back.
-    """
+    """Keeps a master attached to one worker, and goes on trying if that is lost, so that it can come back."""
 
     def __init__(self, worker: str, client: RequestClient) -> None:
         self.worker, self._client = worker, client
@@ -184,23 +376,14 @@ class WorkerLink:
 
 
 class RequestClient:
-    """The requests of one master; an async context manager that belongs to one event loop.
-
-    For the arguments and most methods see `MasterWorker`. `on_lost` gets the name of each worker that is lost.
-    """
+    """The requests of one master; see `MasterWorker`. `on_lost` gets the name of each worker that is lost."""
 
     def __init__(
-        self,
-        plan: Plan,
-        *,
-        credentials: Credentials | None = None,
-        stall_timeout: float = 30.0,
-        connect: Connect | None = None,
-        on_lost: Callable[[str], None] = lambda worker: None,
+        self, plan: Plan, connect: Connect, on_lost: Callable[[str], None], stall_timeout: float = 30.0
     ) -> None:
         if not stall_timeout > 0:
             raise ConfigError("stall_timeout must be above 0 s")
-        self.plan, self.stall_timeout, self.connect = plan, stall_timeout, connect or connector(credentials)
+        self.plan, self.connect, self.stall_timeout = plan, connect, stall_timeout
         self.name = uuid.uuid4().hex
         self._on_lost = on_lost
         self._ids = itertools.count(1)
@@ -264,24 +447,20 @@ class RequestClient:
         worker, blocks = self.plan.worker_of(payload.handler), payload.handle_name in BLOCKING
         payload.send_time = time.time()
         waiting: dict[str, _Sent] = {}
-        if blocks or not payload.no_syn or payload.handle_name in (Handle.FLUSH, Handle.ACK):
-            waiting = {name: sent for name, sent in self.outstanding(worker).items() if sent.waits or sent.ack}
-        if payload.handle_name == Handle.ACK:
-            for sent in waiting.values():
-                sent.ack = "" if sent.ack == payload.request_id else sent.ack
+        if blocks or payload.handle_name == Handle.FLUSH:
+            waiting = {name: sent for name, sent in self.outstanding(worker).items() if sent.waits}
         if payload.handle_name == Handle.FLUSH:
-            flushed = [name for name, sent in waiting.items() if not sent.ack]
-            payload.data = Ids(flushed)  # it may overtake them on the way
-            for name in flushed:
-                waiting.pop(name).waits = False
+            payload.data = Ids(list(waiting))  # it may overtake them on the way
+            for sent in waiting.values():
+                sent.waits = False
         outcome: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
         outcome.add_done_callback(self._arrived)
-        self._sent[payload.request_id] = _Sent(worker, blocks, "" if payload.no_syn else payload.ack_reply_id, outcome)
+        self._sent[payload.request_id] = _Sent(worker, blocks, outcome)
         try:
             if (lost := self.links[worker].lost) is not None:
                 raise lost
-            if (blocks or not payload.no_syn) and len(waiting) >= MAX_BLOCKING:
-                raise ConfigError(f"{MAX_BLOCKING} requests wait for a flush or an ack there; send one")
+            if blocks and len(waiting) >= MAX_BLOCKING:
+                raise ConfigError(f"{MAX_BLOCKING} requests wait for a flush there; send one")
             sending = self._start(self._deliver(worker, payload, encode_payload(payload), outcome))
             outcome.add_done_callback(lambda _: sending.cancel())
         except AveragingError as error:
@@ -314,35 +493,22 @@ class RequestClient:
     async def request_async(
         self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True
     ) -> list[str]:
-        if no_syn:
-            return self.request(handlers, handle_name, datas)
         payloads = self._payloads(handlers, handle_name, datas)
-        for payload in payloads:
-            payload.no_syn, payload.syn_reply_id, payload.ack_reply_id = False, self.new_id(), self.new_id()
-        syns = [Payload(payload.handler, Handle.SYN, payload.syn_reply_id) for payload in payloads]
-        acks = [Payload(payload.handler, Handle.ACK, payload.ack_reply_id) for payload in payloads]
-        ids = [self.post(payload) for payload in payloads]
-        try:
-            # A worker would wait in vain for a request that could not be sent.
-            await self.gather([request_id for request_id in ids if self._sent[request_id].outcome.done()])
-            for calls in syns, acks:
-                await self.gather([self.post(call) for call in calls])
-        except BaseException:
-            self.forget(payload.request_id for payload in (*payloads, *syns, *acks))
-            raise
-        return ids
+        if not no_syn:
+            for payload in payloads:
+                payload.no_syn, payload.syn_reply_id, payload.ack_reply_id = False, self.new_id(), payload.request_id
+            syns = [self.post(Payload(each.handler, Handle.SYN, each.syn_reply_id, data=each)) for each in payloads]
+            try:
+                await self.gather(syns)
+            finally:
+                self.forget(syns)
+        return [self.post(payload) for payload in payloads]
 
     async def call(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Datas = None,
-        *,
-        no_syn: bool = True,
-        timeout: float | None = None,
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True
     ) -> list[Any]:
         ids = await self.request_async(handlers, handle_name, datas, no_syn=no_syn)
-        return [reply.data for reply in await self.gather(ids, timeout)]
+        return [reply.data for reply in await self.gather(ids)]
 
     async def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
         for request_id in ids:
