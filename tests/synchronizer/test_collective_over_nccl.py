@@ -11,7 +11,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from averaging.errors import StateError
-from averaging.rl.synchronizer.collective import WeightSender
+from averaging.rl.synchronizer.groups import WeightSender
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

@@ -16,10 +16,8 @@ from averaging.rl.synchronizer.state_stream import (
     StateDict,
     TensorAssembler,
     copy_of,
-    meta_from,
     meta_of,
     parts_of,
-    tensors_of,
 )
 from averaging.tensors import DTYPES
 from averaging.wire import synchronizer_pb2 as wire
@@ -146,8 +144,3 @@ def test_a_head_that_contradicts_itself_is_refused() -> None:
     ):
         with pytest.raises(ProtocolViolationError, match="invalid path"):
             TensorAssembler(LIMIT).add(wire.StatePart(head=head))
-
-
-def test_meta_travels() -> None:
-    meta = meta_of({"w": torch.ones(2, 3), "s": torch.tensor(1.0, dtype=torch.bfloat16)})
-    assert meta_from(tensors_of(meta)) == meta == [("w", "float32", (2, 3)), ("s", "bfloat16", ())]

@@ -19,9 +19,9 @@ from averaging.rl.synchronizer import (
     SynchronizerConfig,
     WeightReceiver,
     WeightSender,
-    state_sources,
 )
-from averaging.rl.synchronizer.state_sources import LATEST, NAME
+from averaging.rl.synchronizer import synchronizer as synchronizing
+from averaging.rl.synchronizer.synchronizer import LATEST_FILE, VERSION_FILE
 from averaging.testing import virtual_time
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
@@ -98,16 +98,6 @@ async def test_a_timeout_and_a_cancellation_leave_nobody_in_require_sync() -> No
 
 
 @simulated
-async def test_both_sides_of_a_transfer_get_the_version() -> None:
-    async with Synchronizer() as synchronizer:
-        await synchronizer.set_trainer_status(RUNNING)
-        for member in "ab":
-            await synchronizer.set_explorer_status(RUNNING, member=member)
-        explorers = [synchronizer.ready_to_nccl_sync("explorer", 0, member=member) for member in "ab"]
-        assert await asyncio.gather(synchronizer.ready_to_nccl_sync("trainer", 4), *explorers) == [4, 4, 4]
-
-
-@simulated
 async def test_the_statuses_of_a_dead_module_go_and_a_busy_one_stays() -> None:
     async with Synchronizer() as synchronizer:
         dead, busy = Module(), Module()
@@ -165,14 +155,17 @@ async def test_one_that_is_held_does_not_end_without_modules() -> None:
 
 
 @pytest.mark.asyncio
-async def test_checkpoints_are_found_by_the_file_that_names_the_latest(tmp_path: Path) -> None:
+async def test_checkpoints_are_found_by_the_file_that_names_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synchronizing, "POLL_SECONDS", 0.01)
     config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
     async with Synchronizer(config=config) as synchronizer:
         assert await synchronizer.get_latest_model_path() is None
         await synchronizer.set_trainer_status(RUNNING)
         await synchronizer.set_explorer_status(RUNNING)
         waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
-        (tmp_path / LATEST).write_text("7\n")
+        (tmp_path / LATEST_FILE).write_text("7\n")
         assert await waiting == 7
         actor = tmp_path / "global_step_7" / "actor"
         assert await synchronizer.get_latest_model_path() is None, "the checkpoint is not there"
@@ -204,13 +197,16 @@ async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> Non
         assert list(await asyncio.gather(*ready)) == [103, 103]
     async with Synchronizer(config=config) as synchronizer:
         assert await synchronizer.get_latest_model_version() == 103
-    (tmp_path / NAME).write_text("nonsense")
+    (tmp_path / VERSION_FILE).write_text("nonsense")
     with pytest.raises(ConfigError, match="should hold the last version"):
         Synchronizer(config=config)
 
 
 @pytest.mark.asyncio
-async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(tmp_path: Path) -> None:
+async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synchronizing, "POLL_SECONDS", 0.01)
     config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
 
     async def path_of(synchronizer: Synchronizer) -> str:
@@ -221,14 +217,14 @@ async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(tmp
     async with Synchronizer(config=config) as synchronizer:
         await synchronizer.set_explorer_status(RUNNING)
         for step, before, version in ((10, 0, 10), (7, 10, 11), (8, 11, 12)):
-            (tmp_path / LATEST).write_text(f"{step}\n")
+            (tmp_path / LATEST_FILE).write_text(f"{step}\n")
             assert await synchronizer.wait_new_model_state_dict(before) == version
             assert await path_of(synchronizer) == f"global_step_{step}"
     async with Synchronizer(config=config) as synchronizer:
         await asyncio.sleep(0)
         assert await path_of(synchronizer) == "global_step_8", "a restarted synchronizer knows the checkpoint"
         await synchronizer.set_explorer_status(RUNNING)
-        (tmp_path / LATEST).write_text("9\n")
+        (tmp_path / LATEST_FILE).write_text("9\n")
         assert await synchronizer.wait_new_model_state_dict(12) == 13, "step 8 was handed out already"
         assert await path_of(synchronizer) == "global_step_9"
 
@@ -238,8 +234,8 @@ async def test_a_checkpoint_that_the_trainer_has_set_itself_has_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = iter([7, 7, 9])  # as the file has it at each look
-    monkeypatch.setattr(state_sources, "read_number", lambda _: next(steps, 9))
-    monkeypatch.setattr(state_sources, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(synchronizing, "read_numbers", lambda _: [next(steps, 9)])
+    monkeypatch.setattr(synchronizing, "POLL_SECONDS", 0.01)
     config = SynchronizerConfig(sync_method="checkpoint", checkpoint_dir=tmp_path)
     synchronizer = Synchronizer(config=config)
     assert await synchronizer.set_model_state_dict(None, 7, member="trainer") == 7
@@ -252,8 +248,8 @@ async def test_a_checkpoint_that_the_trainer_has_set_itself_has_one_version(
 async def test_a_checkpoint_that_cannot_be_handed_out_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(state_sources, "POLL_SECONDS", 0.01)
-    (tmp_path / LATEST).write_text("7\n")
+    monkeypatch.setattr(synchronizing, "POLL_SECONDS", 0.01)
+    (tmp_path / LATEST_FILE).write_text("7\n")
     full, tried = True, 0
 
     async def hand_out(step: int) -> None:
@@ -263,7 +259,7 @@ async def test_a_checkpoint_that_cannot_be_handed_out_is_tried_again(
         if full:
             raise StateError("the disk is full")
 
-    finding = asyncio.ensure_future(state_sources.find_checkpoints(tmp_path, lambda: None, hand_out))
+    finding = asyncio.ensure_future(synchronizing.find_checkpoints(tmp_path, lambda: None, hand_out))
     while full:  # noqa: ASYNC110 - of a file in a thread
         await asyncio.sleep(0.01)
     finding.cancel()
@@ -301,39 +297,9 @@ async def test_the_path_is_that_of_the_newest_weights(tmp_path: Path) -> None:
     async with Synchronizer() as synchronizer:
         await synchronizer.set_model_state_dict("s3://weights/3", 3)
         assert await synchronizer.get_latest_model_path() == "s3://weights/3"
-
-
-@simulated
-async def test_an_explorer_that_comes_first_waits_for_the_trainer() -> None:
-    async with Synchronizer() as synchronizer:
-        await synchronizer.set_explorer_status(RUNNING)
-        assert synchronizer.trainer_requires_weight_sync() is False
-        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
-        await asyncio.sleep(100)
-        await synchronizer.set_trainer_status(RUNNING)
-        await asyncio.sleep(100)
-        assert not waiting.done()
-        assert await synchronizer.set_model_state_dict(state(), 1) == await waiting == 1
-        await synchronizer.set_trainer_status(STOPPED)
-        assert synchronizer.trainer_requires_weight_sync() is None
-        assert await synchronizer.wait_new_model_state_dict(1) == 1
-
-
-@simulated
-async def test_statuses_by_name() -> None:
-    async with Synchronizer() as synchronizer:
-        await synchronizer.set_trainer_status("RUNNING")
-        assert synchronizer.trainer_status is RUNNING
-        await synchronizer.set_explorer_status("running")
-        await synchronizer.set_explorer_status("Stopped", "RUNNING")
-        for wrong in (
-            synchronizer.set_trainer_status("ready"),
-            synchronizer.set_explorer_status("ready"),
-            synchronizer.set_explorer_status("running", "ready"),
-        ):
-            with pytest.raises(ConfigError, match="status must be one of running, require_sync, stopped, not 'ready'"):
-                await wrong
-        assert synchronizer.explorer_status_counts == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 1}
+        assert synchronizer.get_model_state_dict() == ("s3://weights/3", 3)
+        with pytest.raises(ConfigError, match="is a path"):
+            list(synchronizer.get_model_state_dict_iterator())
 
 
 @pytest.mark.asyncio
@@ -343,17 +309,6 @@ async def test_a_version_that_cannot_be_kept_is_not_handed_out(tmp_path: Path) -
         with pytest.raises(StateError, match="cannot be kept"):
             await synchronizer.set_model_state_dict(state(), 1)
         assert synchronizer.get_model_state_dict() == (None, 0)
-
-
-@simulated
-async def test_a_path_as_the_state() -> None:
-    async with Synchronizer() as synchronizer:
-        await synchronizer.set_model_state_dict("s3://weights/3", 3)
-        assert synchronizer.get_model_state_dict() == ("s3://weights/3", 3)
-        with pytest.raises(ConfigError, match="is a path"):
-            await synchronizer.get_state_dict_meta()
-        with pytest.raises(ConfigError, match="is a path"):
-            list(synchronizer.get_model_state_dict_iterator())
 
 
 @simulated
@@ -369,6 +324,13 @@ async def test_bad_input_is_refused_by_name() -> None:
                 await synchronizer.set_model_state_dict(bad, 1)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="step"):
             await synchronizer.set_model_state_dict({}, -1)
+        for wrong in (
+            synchronizer.set_trainer_status("ready"),
+            synchronizer.set_explorer_status("ready"),
+            synchronizer.set_explorer_status("running", "ready"),
+        ):
+            with pytest.raises(ConfigError, match="status must be one of running, require_sync, stopped, not 'ready'"):
+                await wrong
         with pytest.raises(ConfigError, match="'trainer' or 'explorer'"):
             await synchronizer.ready_to_nccl_sync("judge", 1)  # type: ignore[arg-type]
         assert synchronizer.model_version == 0

@@ -13,7 +13,7 @@ import pytest
 
 from averaging.errors import StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
-from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
 from averaging.rpc import RpcServer
 from tests.support.processes import DEADLINE, JsonProcess
 from tests.synchronizer.worker import weights

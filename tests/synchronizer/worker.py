@@ -17,7 +17,7 @@ import torch
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
-from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from tests.support.worker import tell
 

@@ -2,11 +2,11 @@
 
 Read in this order: `coordination` (statuses, versions and waits as pure decisions), `synchronizer` (the class),
 `methods` (the table of its gRPC methods), `service` and `remote` (their two ends), `state_stream` (a state as
-messages), `modules` and `collective` (the groups of torch.distributed).
+messages), `groups` (weights by collectives of torch.distributed).
 """
 
-from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.synchronizer import Synchronizer
 

@@ -27,14 +27,9 @@ from averaging.common import one_of
 from averaging.config import FilePath
 from averaging.errors import ConfigError
 
-MAX_NAMESPACE = 128
-"""Maximum length of a namespace in characters."""
-
-MAX_STEP = 1 << 62
-"""Highest step of a trainer."""
-
-MAX_VERSION = (1 << 63) - 1
-"""Highest version. It is above `MAX_STEP`, because a lower step gets the present version plus one."""
+MAX_NAMESPACE = 128  # characters
+MAX_STEP = 1 << 62  # of a trainer
+MAX_VERSION = (1 << 63) - 1  # above `MAX_STEP`, because a lower step gets the present version plus one
 
 
 class SyncMethod(StrEnum):
@@ -50,30 +45,22 @@ class SyncMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynchronizerConfig:
-    """The options of a `Synchronizer`.
+    """The options of a `Synchronizer`. Invalid ones are a ConfigError.
 
     Attributes:
-        namespace: Name of the synchronizer, if there are several in a process or on a peer.
         sync_method: Transport of the weights. With `checkpoint`, the synchronizer looks each second for a new
             checkpoint in `checkpoint_dir`.
-        sync_timeout: Seconds after which every wait ends.
         checkpoint_dir: Folder of the trainer's checkpoints, `global_step_N/actor`. The version is kept there too, so
             that it does not go back when the synchronizer restarts.
-        group_name: Name of the weight sync group.
-        max_state_bytes: Maximum size of a state that another process sends.
-        silence_timeout: Seconds after which a silent session of another process ends.
-
-    Raises:
-        ConfigError: An option is invalid.
     """
 
-    namespace: str = ""
+    namespace: str = ""  # if there are several in a process or on a peer
     sync_method: SyncMethod | str = SyncMethod.MEMORY
-    sync_timeout: float = 3600.0
+    sync_timeout: float = 3600.0  # seconds after which every wait ends
     checkpoint_dir: FilePath | None = None
     group_name: str = "rollout_weight_sync"
-    max_state_bytes: int = 64 << 30
-    silence_timeout: float = 30.0
+    max_state_bytes: int = 64 << 30  # of a state that another process sends
+    silence_timeout: float = 30.0  # seconds after which a silent session or upload of another process ends
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_method", one_of(SyncMethod, self.sync_method, "sync_method"))
@@ -150,8 +137,6 @@ class Coordination:
         self._groups_complete = True
         self._ended = False
 
-    # Statuses
-
     @property
     def trainer_status(self) -> RunningStatus:
         """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if a trainer runs, else STOPPED."""
@@ -167,16 +152,10 @@ class Coordination:
 
     @property
     def explorers(self) -> list[tuple[str, RunningStatus, int | None]]:
-        """Each member with explorers: its name, their status, and the newest version that they have, if it is known.
-
-        If it has several, the status is that of an explorer that waits, else of one that runs.
-        """
+        """Each member with explorers: its name, the first status that one has, and their newest version, if known."""
+        order = REQUIRE_SYNC, RUNNING, STOPPED
         return [
-            (
-                member,
-                next(each for each in (REQUIRE_SYNC, RUNNING, STOPPED) if counts[each]),
-                self._received.get(member),
-            )
+            (member, next(each for each in order if counts[each]), self._received.get(member))
             for member, counts in self._explorers.items()
             if counts.total()
         ]
@@ -197,10 +176,8 @@ class Coordination:
             raise ConfigError(f"an explorer cannot change from {old.value} to {status.value}; the two must differ")
         if old is not None:
             if not counts[old]:
-                raise ConfigError(
-                    f"no explorer of {_named(member)} is {old.value}, so none can become {status.value}; "
-                    "give the status that it has, or None for a new explorer"
-                )
+                lacks = f"no explorer of {_named(member)} is {old.value}, so none can become {status.value}"
+                raise ConfigError(f"{lacks}; give the status that it has, or None for a new explorer")
             counts[old] -= 1
         counts[status] += 1
         self._explorers[member] = counts
@@ -222,21 +199,15 @@ class Coordination:
         for wait in list(self.waits):
             self._finish(wait, End.LEFT)
 
-    # Versions
-
     def next_version(self, step: int, member: str) -> int:
-        """Returns the version that weights of this step of this trainer get.
-
-        It is the step, if that is above the present version. After a restart from an earlier checkpoint, and if several
-        trainers publish, it is the present version plus one. A repetition by the same trainer keeps the version.
-        """
+        """Returns the version that weights of this step of this trainer get. A repetition keeps the version."""
         if not 0 <= step <= MAX_STEP:
             raise ConfigError(f"the step of a trainer must be from 0 to {MAX_STEP}, not {step}")
         repeated = step == self.version and self._publisher in (None, member)
         return step if step > self.version or repeated else self.version + 1
 
     def publish(self, step: int, member: str) -> int:
-        """Gives weights of `step` their version, which ends waits for a new state; returns the version."""
+        """Gives weights of `step` their version, and those who wait for a new state that version."""
         self.step = step
         self._raise_version(step, member)
         self.no_new_state()
@@ -247,15 +218,11 @@ class Coordination:
         self.version = self.next_version(step, member)
         self._publisher = member
 
-    # Waits
-
     def wait_new_state(self, current: int, member: str, deadline: float, *, counted: bool = True) -> Wait:
         """Waits for a version above `current`, which the explorer has."""
         if current > self.version:
-            raise ConfigError(
-                f"{_named(member)} has version {current}, but the newest one here is {self.version}; "
-                "ask the synchronizer from which it got that version"
-            )
+            known = f"{_named(member)} has version {current}, but the newest one here is {self.version}"
+            raise ConfigError(f"{known}; ask the synchronizer from which it got that version")
         if counted:
             self.set_explorer_status(REQUIRE_SYNC, RUNNING, member)
         if current:
@@ -266,7 +233,6 @@ class Coordination:
         return wait
 
     def trainer_ready(self, step: int, member: str, deadline: float) -> Wait:
-        """Says that a trainer is ready to send the weights of `step`, and waits until all its explorers are ready."""
         self.next_version(step, member)
         self._trainers[member], self.trainer_came = REQUIRE_SYNC, True
         wait = self._begin(Wait(member, Purpose.TRAINER_READY, deadline, step))
@@ -274,10 +240,6 @@ class Coordination:
         return wait
 
     def explorer_ready(self, member: str, deadline: float) -> Wait:
-        """Says that an explorer is ready to receive, and waits until its trainer and the other explorers are ready.
-
-        Before the first trainer has come it waits for one.
-        """
         self.set_explorer_status(REQUIRE_SYNC, RUNNING, member)
         wait = self._begin(Wait(member, Purpose.EXPLORER_READY, deadline))
         self._settle()
@@ -321,8 +283,6 @@ class Coordination:
     def _of(self, purpose: Purpose, members: Collection[str] | None = None) -> list[Wait]:
         waits = (wait for wait in self.waits if wait.purpose is purpose)
         return [wait for wait in waits if members is None or wait.member in members]
-
-    # Groups
 
     def set_groups(self, groups: Collection[SyncGroup] | None, *, complete: bool = True) -> None:
         """Divides the members into groups, each of which transfers weights on its own; None undoes it.
@@ -375,11 +335,9 @@ class Coordination:
             self._transfer(group, sending, receiving)
 
     def _transfer(self, group: SyncGroup, sending: list[Wait], receiving: list[Wait]) -> None:
-        """Answers the members of a group that are all ready.
-
-        Each side that has called sets the other one back to RUNNING. A member that has set its status and not called
-        yet finds the other side in REQUIRE_SYNC, so its call is answered at once.
-        """
+        """Answers the members of a group that are all ready."""
+        # Each side that has called sets the other one back to RUNNING. A member that has set its status and not called
+        # yet finds the other side in REQUIRE_SYNC, so its call is answered at once.
         if sending:
             newest = max(sending, key=lambda wait: wait.step)
             self._raise_version(newest.step, newest.member)

@@ -23,8 +23,8 @@ from averaging.wire import synchronizer_pb2 as wire
 Result = TypeVar("Result")
 Message = TypeVar("Message", wire.FromModule, wire.ToModule)
 
-META = "state_dict_meta"
-"""The argument that describes tensors. It travels as the field `meta`, or as a message `Meta` of its own."""
+META = "state_dict_meta"  # the argument that travels as the field `meta`, or as a message `Meta` of its own
+ALIVE_SECONDS = 1.0  # interval of the messages with which both ends of a session say that they are alive
 
 _TO_WIRE: Mapping[RunningStatus, int] = {status: wire.RunningStatus.Value(status.name) for status in RunningStatus}
 _FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
@@ -59,7 +59,6 @@ class SynchronizerMethod(Generic[Result]):
         return filled(request, arguments)
 
     def reply(self, result: Any) -> Any:
-        """Returns the message of a reply. Its fields are those of a dict, or the first one is the result."""
         reply = self.rpc.reply.FromString(b"")
         return filled(reply, result if isinstance(result, dict) else {_first_field(reply): result})
 
@@ -122,6 +121,7 @@ READY_TO_NCCL_SYNC = SynchronizerMethod[int | None](
     _rpc("ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply), session=True, member=True, waits=True
 )
 
+# The arguments of each command in the order of the module's method, and its results as fields of a `ModuleReply`.
 COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "get_weight_sync_info": ((), ("master_address", "master_port", META)),
     "setup_weight_sync_group": (
@@ -131,17 +131,11 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "set_state_dict_meta": ((META,), ()),
     "teardown_weight_sync_group": ((), ()),
 }
-"""The arguments of each command in the order of the module's method, and its results as fields of a `ModuleReply`."""
-
 SENDER = ("get_weight_sync_info", "setup_weight_sync_group", "teardown_weight_sync_group")
 RECEIVER = ("set_state_dict_meta", "setup_weight_sync_group", "teardown_weight_sync_group")
 
-ALIVE_SECONDS = 1.0
-"""Interval of the messages with which both ends of a session say that they are alive."""
-
 
 async def next_message(messages: asyncio.Queue[Message], empty: type[Message]) -> Message:
-    """Returns the next message of one end of a session, or an empty one to say that this end is alive."""
     try:
         async with asyncio.timeout(ALIVE_SECONDS):
             return await messages.get()
@@ -161,7 +155,6 @@ def filled(message: Any, values: Mapping[str, Any]) -> Any:
 
 
 def value_of(message: Any, name: str) -> Any:
-    """Returns the value of a field; None if it was left out."""
     if name == META:
         if isinstance(message, wire.Meta):
             return meta_from(message.tensors) if message.has_tensors else None

@@ -21,7 +21,7 @@ from averaging.errors import (
 )
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
-from averaging.rl.synchronizer.modules import Module, ReceivesWeights, SendsWeights, result_of
+from averaging.rl.synchronizer.groups import Module, ReceivesWeights, SendsWeights, result_of
 from averaging.rl.synchronizer.state_stream import (
     Meta,
     ModelState,
@@ -38,19 +38,11 @@ logger = logging.getLogger("averaging.rl.synchronizer")
 T = TypeVar("T")
 Result = TypeVar("Result")
 
-SILENCE_SECONDS = 30.0
-"""A server that is silent for this time is lost."""
-
-RETRY_SECONDS = 0.2, 5.0
-"""First and longest pause before a new connection."""
-
-READS = 4
-"""Times that a state is asked for, if newer ones replace it while it is read."""
-
+SILENCE_SECONDS = 30.0  # a server that is silent for this time is lost
+RETRY_SECONDS = 0.2, 5.0  # first and longest pause before a new connection
+READS = 4  # times that a state is asked for, if newer ones replace it while it is read
 MAX_STATE_BYTES = 1 << 40
-
-_FOREVER = 1e9
-"""Seconds for calls that end with their session."""
+_FOREVER = 1e9  # seconds for calls that end with their session
 
 
 class ClientSession:
@@ -121,16 +113,13 @@ class ClientSession:
 
 
 class RemoteSynchronizer:
-    """A synchronizer elsewhere; see `Synchronizer.connect`.
-
-    It has the methods of `Synchronizer`, which are described there. All of them are coroutines, and
-    `get_model_state_dict_iterator` is an async generator.
+    """A synchronizer elsewhere; see `Synchronizer.connect`. It has the methods of `Synchronizer`, as coroutines.
 
     While it is entered, this process has a session there. When the session ends, because this process closes it, dies,
     or is cut off, its statuses and waits end there. A process that was cut off connects again, with its statuses.
 
-    Besides the errors of `Synchronizer`, all methods raise:
-        PeerUnreachableError: There is no connection, or it broke during the call.
+    Raises:
+        PeerUnreachableError: From all methods: there is no connection, or it broke during the call.
         CallRefusedError: The synchronizer refused the call, for example because a status is wrong.
     """
 
@@ -164,15 +153,12 @@ class RemoteSynchronizer:
             await asyncio.wait([attending])
         await self._channel.close()
 
-    # Modules and statuses. `_stay_attached` repeats them when a session was lost.
-
     async def add_module(self, module: Module) -> None:
         """Makes this process a module there. A `ConfigError` is raised if it is another module already."""
         if self._module not in (None, module):
             raise ConfigError("a connection is one module; make another connection for a second one")
         self._module = module
-        session = await self._open_session()
-        session.announce(module)
+        (await self._open_session()).announce(module)  # again after a session was lost, as the statuses are
 
     async def set_trainer_status(self, status: RunningStatus | str) -> None:
         """See `Synchronizer.set_trainer_status`."""
@@ -198,8 +184,6 @@ class RemoteSynchronizer:
     async def explorer_requires_sync(self) -> bool:
         """See `Synchronizer.explorer_requires_sync`."""
         return await self._call(methods.EXPLORER_REQUIRES_SYNC)
-
-    # The state
 
     async def set_model_state_dict(self, model_state_dict: StateDict | str | None, trainer_step: int) -> int:
         """Sends the state; see `Synchronizer.set_model_state_dict`. There is no time limit as long as bytes travel."""
@@ -257,8 +241,6 @@ class RemoteSynchronizer:
         """See `Synchronizer.get_latest_model_path`."""
         return await self._call(methods.GET_LATEST_MODEL_PATH, use_huggingface=use_huggingface)
 
-    # Weight sync groups
-
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
     ) -> None:
@@ -281,8 +263,6 @@ class RemoteSynchronizer:
             self._trainer_status = RunningStatus.RUNNING
         return version
 
-    # Calls
-
     async def _call(self, call: methods.SynchronizerMethod[Result], **arguments: Any) -> Result:
         session = await self._open_session()
         return await self._send(session, call, call.request(self._namespace, session.number, arguments))
@@ -304,8 +284,6 @@ class RemoteSynchronizer:
 
         await session.until_lost(read())
         return assembler.result()
-
-    # The session
 
     async def _open_session(self) -> ClientSession:
         """Returns the session, after at most `timeout` seconds for a new connection."""

@@ -25,7 +25,7 @@ from averaging.peer import Peer
 from averaging.receipts import WeightReader
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
-from averaging.rl.synchronizer.modules import result_of
+from averaging.rl.synchronizer.groups import result_of
 from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcHandler, rpc_caller
 from averaging.wire import synchronizer_pb2 as wire
@@ -33,23 +33,11 @@ from averaging.wire import synchronizer_pb2 as wire
 if TYPE_CHECKING:
     from averaging.rl.synchronizer.synchronizer import Synchronizer
 
-MAX_STATES = 4
-"""Versions of one synchronizer that are read at the same time. Slow readers would otherwise keep all in memory."""
-
-MAX_UPLOADS = 4
-"""Number of states that may be received at the same time by one synchronizer. Together they have at most the bytes of
-two largest ones."""
-
-HELLO_SECONDS = 10.0
-"""A call that should open a session, or send a state, must begin within this time."""
-
-MAX_EXPLORERS = 10_000
-"""Explorers of one member."""
-
-LEAST_RATE = 16 << 10
-"""Bytes per second at which a state must arrive."""
-
+MAX_STATES = 4  # versions of one synchronizer that are read at a time: slow readers would otherwise keep all in memory
+MAX_UPLOADS = 4  # states that one receives at a time; together they have at most the bytes of two largest ones
 MAX_SESSIONS, MAX_SESSIONS_PER_HOST = 1024, 256
+HELLO_SECONDS = 10.0  # for the first message of a session or a state
+MAX_EXPLORERS = 10_000  # of one member
 MAX_NAME, MAX_ERROR = 100, 1000
 
 Request = TypeVar("Request")
@@ -140,10 +128,8 @@ class SynchronizerService:
     def _find(self, namespace: str) -> Synchronizer:
         synchronizer = self.synchronizers.get(namespace)
         if synchronizer is None:
-            raise ConfigError(
-                f"there is no synchronizer in namespace {namespace[:40]!r} here; "
-                f"there are {', '.join(map(repr, sorted(self.synchronizers)[:10]))}"
-            )
+            known = ", ".join(map(repr, sorted(self.synchronizers)[:10]))
+            raise ConfigError(f"there is no synchronizer in namespace {namespace[:40]!r} here; there are {known}")
         return synchronizer
 
     async def _answer(self, call: methods.SynchronizerMethod[Any], request: Any) -> Any:
@@ -161,8 +147,6 @@ class SynchronizerService:
                 return call.late
             raise
 
-    # Sessions
-
     async def _attend(self, messages: AsyncIterator[wire.FromModule]) -> AsyncGenerator[wire.ToModule, None]:
         first = await _first(messages)
         if first is None or not first.HasField("hello"):
@@ -170,9 +154,8 @@ class SynchronizerService:
         synchronizer, host = self._find(first.hello.namespace), rpc_caller().host
         synchronizer.start()
         if not self._session_quota.take(host):
-            raise BusyError(
-                f"there are {self._session_quota.taken_by(host)} sessions of your host here; try again later"
-            )
+            count = self._session_quota.taken_by(host)
+            raise BusyError(f"there are {count} sessions of your host here; try again later")
         session = ServerSession(first.hello.name, first.hello.namespace, next(self._serials))
         self._sessions[session.number] = session
         reading = asyncio.ensure_future(_read(messages, session, synchronizer))
@@ -196,13 +179,8 @@ class SynchronizerService:
     def _member(self, number: bytes, namespace: str) -> str:
         session = self._sessions.get(number)
         if session is None or session.namespace != namespace:
-            raise ProtocolViolationError(
-                "this call needs the number of an open session of its namespace; Attend opens one, and what it has "
-                "counted ends with it"
-            )
+            raise ProtocolViolationError("this call needs the number of an open session of its namespace (Attend)")
         return session.member
-
-    # States
 
     async def _set_model_state_dict(self, parts: AsyncIterator[wire.StatePart]) -> wire.Version:
         first = await _first(parts)
@@ -226,17 +204,15 @@ class SynchronizerService:
         amount = max(assembler.nbytes, most // MAX_UPLOADS)
         if not quota.take(host, amount):
             raise BusyError("other states are on their way here; try again later")
-        left = longest = config.silence_timeout  # seconds without progress; each byte adds to them
+        deadline = Deadline(config.silence_timeout, "silence_timeout")
         try:
-            async with FairTimeout(Deadline(longest, "silence_timeout"), longest) as limit:
+            # Seconds in which this process was busy or stopped do not count.
+            async with FairTimeout(deadline, deadline.seconds) as limit:
                 while not assembler.finished and (part := await anext(parts, None)) is not None:
-                    left = min(left - limit.waited + len(part.data) / LEAST_RATE, longest)
-                    limit.restart(Deadline(left, f"{LEAST_RATE >> 10} KiB/s"))
+                    limit.restart(deadline)
                     assembler.add(part)
-        except TimeoutError:
-            raise ProtocolViolationError(
-                f"a state that stopped arriving: in {longest:g} s less than {LEAST_RATE >> 10} KiB/s"
-            ) from None
+        except TimeoutError as error:
+            raise ProtocolViolationError(f"a state that stopped arriving: {error}") from None
         finally:
             quota.leave(host, amount)
         return assembler.result()[0]
@@ -303,8 +279,8 @@ async def _restore(synchronizer: Synchronizer, member: str, hello: wire.Hello) -
             await synchronizer.set_explorer_status(status, member=member)
 
 
+# Of each peer, and of each event loop, whose synchronizers only this process can find.
 _services: WeakKeyDictionary[object, SynchronizerService] = WeakKeyDictionary()
-"""The synchronizers of each peer, and those of each event loop that only this process can find."""
 
 
 def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: Synchronizer) -> None:

@@ -29,18 +29,11 @@ from averaging.tensors import (
 from averaging.wire import synchronizer_pb2 as wire
 
 StateDict: TypeAlias = "dict[str, torch.Tensor]"
-ModelState: TypeAlias = "StateDict | str | None"
-"""Tensors by name, a path, or None if the weights are elsewhere."""
+ModelState: TypeAlias = "StateDict | str | None"  # tensors by name, a path, or None if the weights are elsewhere
+Meta: TypeAlias = list[tuple[str, str, tuple[int, ...]]]  # name, dtype and shape of each tensor
 
-Meta: TypeAlias = list[tuple[str, str, tuple[int, ...]]]
-"""Name, dtype and shape of each tensor."""
-
-PIECE_BYTES = 1 << 18
-"""As in a download of a state: 8 s on a link of 256 kbit/s, so that the messages of a session are not held up."""
-
-MAX_PART_BYTES = 16 << 20
-"""Maximum size of a message. The first one describes all tensors."""
-
+PIECE_BYTES = 1 << 18  # 8 s on a link of 256 kbit/s, so that the messages of a session are not held up
+MAX_PART_BYTES = 16 << 20  # of a message. The first one describes all tensors
 MAX_NAME, MAX_PATH = 1024, 4096
 
 
@@ -61,7 +54,6 @@ def copy_of(state: object) -> ModelState:
 
 
 async def copy_in_thread(state: object) -> ModelState:
-    """Does the same in a thread if it takes long."""
     values = state.values() if isinstance(state, Mapping) else ()
     nbytes = sum(each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor))
     return await offload(lambda: copy_of(state), nbytes)
@@ -104,12 +96,7 @@ def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
 
 
 class TensorAssembler:
-    """Puts the messages of one state of at most `max_bytes` together.
-
-    Attributes:
-        finished: Whether the state is complete and its digest is right.
-        nbytes: Bytes of all tensors; 0 before the head has come.
-    """
+    """Puts the messages of one state of at most `max_bytes` together."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -117,8 +104,8 @@ class TensorAssembler:
         self._missing: deque[TensorInfo] = deque()  # from the first one on that has not arrived completely
         self._buffer = TensorBuffer(0, bytearray())  # of that one
         self._state: StateDict = {}
-        self.finished = False
-        self.nbytes = 0
+        self.finished = False  # whether the state is complete and its digest is right
+        self.nbytes = 0  # of all tensors, once the head has come
 
     def add(self, part: wire.StatePart) -> None:
         if self.finished:

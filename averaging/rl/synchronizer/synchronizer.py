@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from averaging.common import one_of
 from averaging.config import FilePath, TLSFiles
-from averaging.errors import ClosedError, ConfigError, WaitTimeoutError
+from averaging.errors import ClosedError, ConfigError, StateError, WaitTimeoutError
 from averaging.peer import Peer
 from averaging.receipts import WeightReader
 from averaging.rl.synchronizer.coordination import (
+    MAX_VERSION,
     Coordination,
     End,
     RunningStatus,
@@ -22,20 +24,108 @@ from averaging.rl.synchronizer.coordination import (
     SyncMethod,
     Wait,
 )
-from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
+from averaging.rl.synchronizer.groups import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
-from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints, follow_peer
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.tensors import in_thread
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
-_PEER = "the peer"
-"""The member that publishes the versions of the peer."""
+_PEER = "the peer"  # the member that publishes the versions of the peer
+VERSION_FILE = "synchronizer_version.txt"  # in the folder of checkpoints
+LATEST_FILE = "latest_state_dict_iteration.txt"  # in it a trainer writes the step of its newest checkpoint
 
 Role = Literal["trainer", "explorer"]
+
+
+def read_numbers(path: Path) -> list[int]:
+    """Returns the numbers in a file; none if it cannot be read now."""
+    try:
+        numbers = [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []
+    return numbers if all(0 <= number <= MAX_VERSION for number in numbers) else []
+
+
+class CheckpointFolder:
+    """A trainer's checkpoints, and beside them the version of the synchronizer, so that it never goes back.
+
+    `VERSION_FILE` has the highest version that may have been handed out, and the step of the trainer that has it, if it
+    is known. It is written before such a version is handed out. Without a `path` nothing is kept.
+    """
+
+    def __init__(self, path: FilePath | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.version, self.step = 0, None
+        if self.path is not None and (file := self.path / VERSION_FILE).exists():
+            numbers = read_numbers(file)
+            if len(numbers) not in (1, 2):
+                raise ConfigError(f"{file} should hold the last version as a number; restore it, or write that into it")
+            self.version, self.step = numbers[0], numbers[1] if len(numbers) == 2 else None
+
+    async def reserve(self, version: Callable[[], int], step: int | None) -> None:
+        """Writes a version and its step to disk before it is handed out."""
+        # The version may become a higher one while a lower one is written, so it is asked for again.
+        while self.path is not None and (wanted := version()) > self.version:
+            try:
+                await in_thread(partial(_write, self.path, f"{wanted}\n" if step is None else f"{wanted} {step}\n"))
+            except OSError as error:
+                raise StateError(f"the version cannot be kept in {self.path}: {error}; the former one stays") from None
+            self.version = max(self.version, wanted)
+
+    def weights(self, step: int | None) -> Path | None:
+        return None if self.path is None or step is None else self.path / f"global_step_{step}" / "actor"
+
+
+def _write(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path, temporary = folder / VERSION_FILE, folder / f".{VERSION_FILE}.tmp"
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+async def find_checkpoints(
+    folder: Path, present: Callable[[], int | None], hand_out: Callable[[int], Awaitable[object]]
+) -> None:
+    """Calls `hand_out` for each new checkpoint that a trainer announces in its folder, again while it raises an error.
+
+    A checkpoint of an earlier step is new too: the trainer has gone back to it. That of the `present` state is not.
+    """
+    seen, failed = None, None
+    while True:
+        numbers = await in_thread(lambda: read_numbers(folder / LATEST_FILE))
+        step = numbers[0] if len(numbers) == 1 else None
+        if step is not None and step != seen:
+            try:
+                if step != present():
+                    await hand_out(step)
+                seen = step
+            except (ConfigError, StateError) as error:
+                if step != failed:
+                    logger.warning("the checkpoint of step %d is not handed out: %s", step, error)
+                failed = step
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def follow_peer(peer: Peer, publish: Callable[[StateDict, int], Awaitable[object]]) -> None:
+    """Calls `publish` with a copy of the peer's tensors for each of its versions that is seen."""
+    names = [spec.name for spec in peer.schema.tensors]
+
+    def copy() -> StateDict:
+        with peer.tensors() as tensors:
+            return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
+
+    followed = -1
+    while True:
+        if peer.version > followed:
+            followed = peer.version
+            await publish(await in_thread(copy), followed)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 class Synchronizer:
@@ -47,22 +137,19 @@ class Synchronizer:
         await synchronizer.set_model_state_dict(model.state_dict(), trainer_step=1)
     ```
 
-    It is an async context manager and belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or
-    `DecentralizedAverager`. `connect` gives the same methods elsewhere.
-
-    The methods have the names and meanings of `trinity.manager.synchronizer.Synchronizer`. A *member* is a process or
-    task that has statuses. The methods that change a status take its name as `member`; with several trainers or
-    explorers in one process give each its own. The statuses of a member whose modules are all dead are removed.
+    It belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or `DecentralizedAverager`; `connect`
+    gives the same methods elsewhere. They have the names and meanings of `trinity.manager.synchronizer.Synchronizer`.
+    A *member* is a process or task that has statuses; with several trainers or explorers in one process give each its
+    own name as `member`. The statuses of a member whose modules are all dead are removed.
 
     Args:
         peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
             the first `set_model_state_dict`, under the version of the peer.
         config: The options.
         state_dict: The first state, which has version 0.
-        ends_with_modules: Whether it ends when all its modules are dead, and not at the end of `async with`.
+        ends_with_modules: Whether it ends when all its modules are dead and nobody is inside its `async with`.
 
     Attributes:
-        config: The options.
         model_state_dict: The newest state: tensors by name, a path, or None; None after the end.
         ended: Whether it was closed, or has ended with its modules.
 
@@ -118,7 +205,7 @@ class Synchronizer:
             await asyncio.wait([self._main])
 
     def start(self) -> None:
-        """Starts the background tasks, as `async with` and the first call of a server do."""
+        """Starts the background tasks, as `async with` and the first session do."""
         self._check()
         if self._main is None:
             self._main = asyncio.get_running_loop().create_task(self._run())
@@ -158,8 +245,7 @@ class Synchronizer:
     async def add_module(self, module: Module, *, member: str = "") -> None:
         """Tracks a module of `member`: any object with `is_alive()`. It is dropped when it is dead.
 
-        With the methods of `WeightSender` or `WeightReceiver` it can be in a weight sync group. When no module is left,
-        a synchronizer with `ends_with_modules` ends, unless a caller is inside its `async with`.
+        With the methods of `WeightSender` or `WeightReceiver` it can be in a weight sync group.
         """
         self._check()
         if self._main is None:
@@ -202,7 +288,7 @@ class Synchronizer:
             yield WeightReader("explorer", member or "this process", status.value, version, newest)
 
     def note_received(self, member: str, version: int) -> None:
-        """Notes that an explorer of `member` has got the state of this version."""
+        """Notes that an explorer of `member` has the state of this version."""
         self._state.note_received(member, version)
 
     async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
@@ -256,11 +342,8 @@ class Synchronizer:
         The version is the step, if that is above the present version. A trainer that was restarted from an earlier
         checkpoint, and one of several trainers, gets the present version plus one instead.
 
-        Args:
-            model_state_dict: The tensors; a path; or None if the weights are in the checkpoint of that step.
-            trainer_step: The step of the trainer.
-            member: The trainer.
-            copy: Whether a copy of the tensors is kept. Otherwise nobody may write to them any more.
+        The state is a dict of tensors, a path, or None if the weights are in the checkpoint of that step of the trainer
+        `member`. Without `copy` nobody may write to the tensors any more.
 
         Raises:
             ConfigError: The step is out of range.
@@ -304,13 +387,9 @@ class Synchronizer:
     ) -> int:
         """Waits for a version above the explorer's `current_version`, and returns the newest one.
 
-        The explorer is in REQUIRE_SYNC meanwhile. It gets the version that it has if the trainers or an explorer
-        stopped, or after `notify_no_new_model_state_dict`.
-
-        Args:
-            current_version: The version that the explorer has.
-            member: The explorer's member; None for a caller without a status.
-            timeout: Seconds to wait; 0 for `sync_timeout`, which is also the maximum.
+        The explorer is in REQUIRE_SYNC meanwhile; a caller without a status gives None as `member`. It gets the version
+        that it has if the trainers or an explorer stopped, or after `notify_no_new_model_state_dict`. A `timeout` of
+        0 s is `sync_timeout`, which is also the maximum.
 
         Raises:
             WaitTimeoutError: Nothing came in time. The explorer is RUNNING again.
@@ -368,11 +447,9 @@ class Synchronizer:
     async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
         """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
 
-        Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one.
-
-        Args:
-            timeout: Seconds for the set-up, and later for each tensor; at most `sync_timeout`, 5 minutes if None.
-            member: The member that calls, if it is one. Groups of others that have lost no member are left alone then.
+        Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one. If one of
+        the members calls, groups of others that have lost no member are left alone. The `timeout` in seconds is that of
+        the set-up, and later of each tensor: 5 minutes if None, and at most `sync_timeout`.
 
         Raises:
             StateError: A member failed or was late, or there is no trainer or explorer. None of these members is
@@ -460,16 +537,10 @@ class Synchronizer:
         module: Module | None = None,
         member: str = "",
     ) -> Synchronizer:
-        """Returns the synchronizer of a namespace, and creates it if `config` is given. Call it in an event loop.
+        """Returns the synchronizer of a namespace on a peer, or without `peer` of this event loop.
 
-        A synchronizer that is created here runs until its modules are dead, or `close` is called.
-
-        Args:
-            config: The options of a new synchronizer, with its namespace.
-            namespace: The namespace, if there is no config. A `ConfigError` is raised if there is none either.
-            peer: The peer on which it is served; None for the synchronizers of this event loop.
-            module: A module of `member` to track, such as the caller.
-            member: Its name.
+        It is created if there is none and `config` is given, which has its namespace, and runs until its modules are
+        dead, or `close` is called. `module` of `member`, such as the caller, is tracked.
         """
         name = config.namespace if config is not None else namespace or ""
         home = asyncio.get_running_loop() if peer is None else peer
@@ -500,7 +571,7 @@ class Synchronizer:
 
         Args:
             endpoint: `host:port` of the peer or server.
-            namespace: The namespace of the synchronizer there.
+            namespace: That of the synchronizer there.
             name: The name of this process in messages.
             tls: Certificates, if the server has TLS.
             token_file: File with the run's tokens.
