@@ -19,7 +19,7 @@ from averaging.cli import main as averaging_command
 from averaging.config import OPTIONS
 from averaging.elastic import REGISTER_METRICS
 from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric, MetricKind, counter, gauge
-from averaging.rl.feed.routes import COUNTERS, GAUGES
+from averaging.rl.feed.server import COUNTERS, GAUGES
 from averaging.rl.rollouts import ROLLOUT_METRICS
 from averaging.rl.workers import WORKER_METRICS
 from averaging.weights import FOLLOWER_METRICS

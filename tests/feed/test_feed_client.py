@@ -15,7 +15,7 @@ import pytest
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
-from averaging.rl.feed.connection import Connection, RetrySchedule
+from averaging.rl.feed.clients import Connection, RetrySchedule
 from averaging.rl.feed.messages import BatchReply, Registered
 from tests.feed.feeds import a_group, environment, registration
 

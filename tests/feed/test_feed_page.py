@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from averaging.rl.feed import FeedEnvironment, Posted
-from averaging.rl.feed.routes import Routes
+from averaging.rl.feed.server import Routes
 from averaging.weights import WeightFollower
 from tests.docs.test_grpcurl_page import agrees
 from tests.support.pages import Block, blocks_of

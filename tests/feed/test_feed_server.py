@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.rl.feed import FeedServer, routes, server
-from averaging.rl.feed.connection import Connection
+from averaging.rl.feed import FeedServer, server
+from averaging.rl.feed.clients import Connection
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
 from tests.feed.feeds import environment, registration
@@ -554,7 +554,7 @@ async def test_the_objects_of_a_body_are_bounded(inner: bytes, monkeypatch: pyte
     images = brackets[0] + inner * 2_000_000 + b'"b"'
     images += (b":1" if b":" in inner else b"") + brackets[1]
     body = json.dumps(GROUP).encode()[:-1] + b',"images":' + images + b"}"
-    monkeypatch.setattr(routes, "MAX_OBJECTS", 1 << 20)
+    monkeypatch.setattr(server, "MAX_OBJECTS", 1 << 20)
     async with serving() as client:
         await begin(client)
         before = psutil.Process().memory_info().rss

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData
 from averaging.rl.feed.database import Database
-from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, Post
-from averaging.rl.feed.run_state import RunState
-from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
+from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, UNKNOWN, Post
+from averaging.rl.feed.run_state import Fit, RunState, TrainerVersion
 from averaging.weights import WeightFollower, WeightPublisher
 from tests.feed.feeds import Feed, a_group, environment, names, registration
 from tests.feed.test_feed_server import GROUP, begin, serving

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode, making
+from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode, runner
 from tests.engine.language_models import language_model, save_language_model
 from tests.feed.feeds import Feed
 from tests.rollouts.engines import Trainer
@@ -31,7 +31,7 @@ def logprobs_of(model: Any, tokens: list[int]) -> list[float]:
 async def test_each_sample_has_the_version_and_the_logprobs_of_the_weights_that_made_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "ATTEMPTS", 20)
+    monkeypatch.setattr(runner, "ATTEMPTS", 20)
     save_language_model(tmp_path / "tiny")
     models = {version: language_model(seed=version) for version in (5, 6)}
     publisher = WeightPublisher()

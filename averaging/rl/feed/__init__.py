@@ -3,14 +3,20 @@
 The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
 Needs `pip install 'averaging[rl]'`.
 
-Read in this order: `messages` (what travels), `versions` (which groups are too old), `batch_formation` and `run_state`
-(which groups form a batch; pure), `database` (the run on disk), `routes` (what the server answers; a new route is a
-method there), `server` (what all requests must pass), `connection` and `clients` (the trainer's and the environment's
-side).
+Read in this order: `messages` (what travels), `batch_formation` and `run_state` (which groups form a batch, and which
+are too old; pure), `database` (the run on disk), `server` (what all requests must pass, and what the routes answer),
+`clients` (the trainer's and the environment's side).
 """
 
-from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
-from averaging.rl.feed.connection import Connection, message_in, retry_pauses, split_url
+from averaging.rl.feed.clients import (
+    Batch,
+    BatchFeed,
+    Connection,
+    FeedEnvironment,
+    message_in,
+    retry_pauses,
+    split_url,
+)
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,

@@ -1,22 +1,28 @@
-"""`BatchFeed` and `FeedEnvironment`: the clients of a trainer and of an environment."""
+"""`BatchFeed` and `FeedEnvironment`, the clients of a trainer and of an environment, and the `Connection` of both."""
 
 from __future__ import annotations
 
+import gzip
 import logging
+import random
+import ssl
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+import httpx
 import msgspec
 import torch.distributed as dist
 
+from averaging.common import Backoff, chosen_proxy, ignored_proxies, is_loopback, proxy_for, shown_proxy
 from averaging.errors import ConfigError, FeedError, SiteError, printable
-from averaging.rl.feed.connection import Connection, RetrySchedule, decode_reply
 from averaging.rl.feed.messages import (
+    UNKNOWN,
     BatchReply,
     EnvStatus,
     Posted,
@@ -24,19 +30,175 @@ from averaging.rl.feed.messages import (
     RegisterEnv,
     Registration,
     ScoredData,
+    decode,
+    oldest_version,
 )
-from averaging.rl.feed.versions import UNKNOWN, oldest_version
+from averaging.security import read_tls, read_tokens
 from averaging.training import ControlGroup, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+COMPRESS_MIN_BYTES = 1024  # bodies of this size or more are compressed, as environments of atroposlib do
+MAX_RETRY_AFTER = 60.0  # upper bound of the `Retry-After` that a client obeys, in seconds
+MAX_MESSAGE = 2000  # characters of a server's message that an error quotes
 SYNC_INTERVAL = 5.0  # after which rank 0 broadcasts without a batch, so that the ranks notice one that died
 FAILED = b"!"  # what rank 0 broadcasts before its error. A batch is a JSON object, and nothing that there is none yet
 REGISTER_INTERVAL = 1.0  # between two requests to register while no trainer has started
+
+
+def retry_pauses() -> Backoff:
+    return Backoff(0.1, 5.0, random.Random(), jitter=(0.5, 1.0))
+
+
+class RetrySchedule:
+    """Pauses that end after so many seconds without success."""
+
+    def __init__(self, retry_timeout: float) -> None:
+        self._retry_timeout, self._pauses = retry_timeout, retry_pauses()
+        self._first_failure: float | None = None
+
+    def succeeded(self) -> None:
+        self._first_failure = None
+        self._pauses.reset()
+
+    def failed(self, error: FeedError, now: float) -> float:
+        """Returns the seconds to wait before the next try. Raises `error` if it would fail again, or time is up."""
+        if error.retry_after is None:
+            raise error
+        self._first_failure = now if self._first_failure is None else self._first_failure
+        if now - self._first_failure >= self._retry_timeout:
+            raise FeedError(f"gave up after {now - self._first_failure:.0f} s: {error}")
+        return max(error.retry_after, self._pauses.next_delay())
+
+
+class Connection:
+    """Sends requests to the server at `url`.
+
+    Invalid arguments are a ConfigError.
+
+    Args:
+        url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT". The
+            proxy of AVERAGING_PROXY is used, except to loopback addresses and to hosts in NO_PROXY, and no other one.
+        token_file: the first token in it is sent.
+        tls_ca, tls_cert, tls_key: files for TLS, all of them or none. With none, https trusts the system's authorities.
+        timeout: seconds to connect, and between two pieces of a request or reply.
+        retry_timeout: seconds for which a request is repeated to a server that does not answer or is full.
+        max_bytes: limit of a reply, after decompression.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        timeout: float = 30.0,
+        retry_timeout: float = 300.0,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        self.url, user = split_url(url, "a feed")
+        tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
+        context = ssl.create_default_context(cadata=tls.ca_pem.decode() if tls else None)
+        if tls and tls_cert and tls_key:
+            context.load_cert_chain(tls_cert, tls_key)
+        self._retry_timeout, self._max_bytes = retry_timeout, max_bytes
+        self._proxy = proxy_for(httpx.URL(self.url).host, chosen_proxy())
+        headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
+        options: dict[str, Any] = {"headers": headers, "auth": None if tokens else user, "timeout": timeout}
+        # With `trust_env` httpx would use the proxies of HTTP_PROXY and its like, also to this machine.
+        self._client = httpx.Client(base_url=self.url, verify=context, trust_env=False, proxy=self._proxy, **options)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def request(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Repeats `request_once` until it succeeds, for at most `retry_timeout`."""
+        schedule = RetrySchedule(self._retry_timeout)
+        while True:
+            try:
+                return self.request_once(method, path, kind, **request)
+            except FeedError as error:
+                time.sleep(schedule.failed(error, time.monotonic()))
+
+    def request_once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
+        """Sends a request once. Returns the decoded reply; for arguments and errors see `send`."""
+        return decode_reply(self.send(method, path, **request), kind)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        params: Mapping[str, int] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """Returns the body of the reply. A FeedError has `retry_after` if the same request may succeed later."""
+        sent_headers, content = dict(headers or {}), None
+        if body is not None:
+            content = msgspec.json.encode(body)
+            sent_headers["Content-Type"] = "application/json"
+            if len(content) >= COMPRESS_MIN_BYTES:
+                content = gzip.compress(content, 1)
+                sent_headers["Content-Encoding"] = "gzip"
+        reply = bytearray()
+        try:
+            with self._client.stream(method, path, content=content, params=params, headers=sent_headers) as response:
+                for chunk in response.iter_bytes():
+                    reply += chunk
+                    if len(reply) > self._max_bytes:
+                        raise FeedError(f"{self.url}{path} answers with more than {self._max_bytes} bytes")
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            reason = str(error) or type(error).__name__
+            through = f" through the proxy {shown_proxy(self._proxy)}" if self._proxy else ""
+            ignored = "" if is_loopback(httpx.URL(self.url).host) else ignored_proxies()
+            remedy = "; ".join(filter(None, ("check that the feed is up", ignored)))
+            raise FeedError(f"{self.url} cannot be reached{through} ({reason}); {remedy}", 0, 0.0) from None
+        if response.is_success:
+            return bytes(reply)
+        status, later = response.status_code, response.headers.get("retry-after", "")
+        retry_after = None  # what the server refuses, it would refuse again
+        if status >= 500 or status in (408, 429):
+            retry_after = min(float(later), MAX_RETRY_AFTER) if later.isascii() and later.isdecimal() else 0.0
+        raise FeedError(f"{self.url}{path} answers {status}: {message_in(bytes(reply))}", status, retry_after)
+
+
+def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
+    """Splits an HTTP address `of` something into one that errors may show, and the user and password in it."""
+    try:
+        parsed = httpx.URL(url)
+        valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        valid = False
+    if not valid:
+        shown = printable(url.rpartition("@")[2])
+        raise ConfigError(f"{shown!r} is not the address of {of}; give http://HOST:PORT or https://HOST:PORT")
+    user = (parsed.username, parsed.password) if parsed.userinfo else None
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/"), user
+
+
+def decode_reply(body: bytes, kind: type[T]) -> T:
+    try:
+        return decode(body, kind)
+    except FeedError as error:
+        raise FeedError(f"the server's answer cannot be used: {error}; is it a feed?") from None
+
+
+def message_in(body: bytes) -> str:
+    """Returns the text of an error, in the shapes of feeds, FastAPI and OpenAI."""
+    try:
+        error: Any = msgspec.json.decode(body)
+        error = error.get("error") or error
+        return printable(str(error.get("message") or error.get("detail")), MAX_MESSAGE)
+    except (msgspec.MsgspecError, AttributeError, RecursionError):
+        return printable(body[:200].decode(errors="replace"))
 
 
 class _Registered(msgspec.Struct, frozen=True):
@@ -49,18 +211,14 @@ class _Info(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups that are trained in one step.
+    """The groups that are trained in one step, with all fields of `ScoredData`.
 
-    Attributes:
-        step: the first one is `starting_step + 1`.
-        groups: the posted groups with all fields of `ScoredData`; fields that were not posted are None, but `version`
-            is missing then.
-        newest_version: the trainer's newest version of the weights when the batch was fetched; None if it is unknown.
+    Fields that were not posted are None, but `version` is missing then.
     """
 
-    step: int
+    step: int  # the first one is `starting_step + 1`
     groups: list[dict[str, Any]]
-    newest_version: int | None = None
+    newest_version: int | None = None  # of the trainer's weights when the batch was fetched; None if it is unknown
 
     @property
     def sequences(self) -> int:
@@ -77,16 +235,14 @@ class Batch:
     def ages(self) -> list[int | None]:
         """For each group how many versions its oldest weights are behind `newest_version`; None if unknown.
 
-        It is 0 for groups of newer weights, which a trainer meets after it has resumed from a checkpoint.
+        0 for newer ones, which a trainer meets after it has resumed from a checkpoint.
         """
         oldest = [oldest_version(group.get("version", msgspec.UNSET)) for group in self.groups]
         newest = self.newest_version
         return [None if each is None or each == UNKNOWN or newest is None else max(0, newest - each) for each in oldest]
 
 
-class VersionedWeights(Protocol):
-    """Weights that have versions, such as a `WeightFollower` or a `WeightPublisher`."""
-
+class VersionedWeights(Protocol):  # such as a `WeightFollower` or a `WeightPublisher`
     @property
     def version(self) -> int | None: ...
 
@@ -108,11 +264,10 @@ class BatchFeed:
         process_group: None means torch's default group if torch.distributed is initialized, else this process alone.
         poll: seconds between two requests for a batch.
         rank_timeout: seconds for which a rank waits for another rank, which may still be training.
-        retry_timeout: seconds without a usable answer of the server after which the iteration raises. The wait for data
-            has no limit.
-        weights: the `WeightPublisher` of this training, or another object with a `version`. It is reported with each
-            request for a batch, so that the server can tell how old groups are. Only that of rank 0 counts. After a
-            resume it must be the version of the checkpoint from the first batch on.
+        retry_timeout: seconds without a usable answer after which the iteration raises. The wait for data has no limit.
+        weights: the `WeightPublisher` of this training, or another object with a `version`, which is reported with each
+            request for a batch; only that of rank 0 counts. After a resume it must be the version of the checkpoint
+            from the first batch on.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout` and `max_bytes`, see `Connection`.
 
     Attributes:
@@ -244,17 +399,13 @@ class BatchFeed:
         earlier = None if self._number is None else {"registration": self._number}
         answer = self._connection.request_once("POST", "/register", _Registered, body=registration, params=earlier)
         self._number = answer.registration
-        size = self._connection.request_once("GET", "/info", _Info).batch_size
+        size, url = self._connection.request_once("GET", "/info", _Info).batch_size, self._connection.url
         if size == -1:
-            raise FeedError(
-                f"{self._connection.url} received data before a trainer registered, and cannot begin a run; drop that "
-                "data with GET /reset_data"
-            )
+            reason = "received data before a trainer registered, and cannot begin a run"
+            raise FeedError(f"{url} {reason}; drop that data with GET /reset_data")
         if size != registration.batch_size:
-            raise FeedError(
-                f"{self._connection.url} serves a run with batch_size {size}, not {registration.batch_size}; register "
-                "the same size, start another server for this run, or end the other run with GET /reset_data"
-            )
+            remedy = "register the same size, start another server, or end the other run with GET /reset_data"
+            raise FeedError(f"{url} serves a run with batch_size {size}, not {registration.batch_size}; {remedy}")
         self._registered = True
 
     def _request_batch(self) -> bytes:
@@ -302,8 +453,8 @@ class FeedEnvironment:
         start_timeout: seconds to wait until a trainer has started; None waits without limit.
         key: secret that identifies this environment. A process that is restarted with the same `config` and key takes
             its old place at once. None makes a new key; then it takes the place once the server finds it silent.
-        weights: the `WeightFollower` of this environment. Each posted group without a version gets its version. If the
-            weights may change during a rollout, give `post` the versions instead.
+        weights: the `WeightFollower` of this environment, whose version posted groups without one get. If the weights
+            may change during a rollout, give `post` the versions instead.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:
@@ -338,25 +489,22 @@ class FeedEnvironment:
         """
         began = time.monotonic()
         while True:
-            reply = self._connection.request(
-                "POST", "/register-env", Registered, body=self._config, headers=self._headers
-            )
+            send = self._connection.request
+            reply = send("POST", "/register-env", Registered, body=self._config, headers=self._headers)
             if reply.status == "success":
                 self.registered = reply
                 if reply.warning:
                     logger.warning("%s says: %s", self._connection.url, printable(reply.warning))
                 return reply
             if self._start_timeout is not None and time.monotonic() - began > self._start_timeout:
-                raise FeedError(
-                    f"{self._connection.url} has no trainer after {self._start_timeout:g} s: {reply.status}"
-                )
+                seconds = f"{self._start_timeout:g} s"
+                raise FeedError(f"{self._connection.url} has no trainer after {seconds}: {reply.status}")
             time.sleep(REGISTER_INTERVAL)
 
     def post(self, *groups: ScoredData, key: str | None = None, version: int | Sequence[int] | None = None) -> Posted:
         """Posts all of the groups or none, and registers first if needed. The server has stored them on return.
 
-        A post is repeated until the server has acknowledged it, and while the queue is full. A server of this library
-        takes it once.
+        A post is repeated until the server has acknowledged it, and while the queue is full.
 
         Args:
             groups: their `env_id` is filled in.
@@ -364,9 +512,6 @@ class FeedEnvironment:
                 key each time.
             version: the version of the weights that made the groups, or all of them if they changed meanwhile; for
                 groups that have none of their own.
-
-        Returns:
-            The server's answer, with the trainer's newest version and how many of the groups are too old.
 
         Raises:
             FeedError: the server refuses them and took none, or did not acknowledge them for `retry_timeout`; then post
@@ -383,11 +528,7 @@ class FeedEnvironment:
             return self._post(groups, self.register(), key)  # the server was reset, and has forgotten this environment
 
     def status(self) -> EnvStatus:
-        """Returns the step of the run and the sizes of the queue.
-
-        Raises:
-            FeedError: the server does not know this environment, or gave no usable answer for `retry_timeout`.
-        """
+        """Returns the step of the run and the sizes of the queue. Errors as `register`."""
         body = {"env_id": (self.registered or self.register()).env_id}
         return self._connection.request("GET", "/status-env", EnvStatus, body=body)
 

@@ -17,9 +17,7 @@ from averaging.rl.feed.run_state import Env, RunRecord, RunState, SampleGroup
 
 logger = logging.getLogger(__name__)
 
-APPLICATION_ID, VERSION = 0x61766664, 4
-"""They mark a file as the store of a feed."""
-
+APPLICATION_ID, VERSION = 0x61766664, 4  # they mark a file as the store of a feed
 KEY_SECONDS = 86400.0  # for which the key of a post is remembered
 WRITE_RETRY_SECONDS = 5.0  # `Retry-After` while the file cannot be written, for example because the disk is full
 
@@ -40,22 +38,15 @@ CREATE INDEX by_time ON posts (time);
 
 
 class Database:
-    """Opens a file, and creates it if needed. Use it in one thread at a time.
+    """Opens a file, and creates it if needed; a ConfigError says why that fails. Use it in one thread at a time.
 
-    Each method is a transaction: it is stored when the method returns, and if it raises, nothing has changed.
-
-    Args:
-        path: the file; ":memory:" keeps everything in memory.
-        fsync: whether a transaction waits for the disk, and so survives a power failure and not only a kill.
-        new_state: creates a `RunState` with the limits of this server.
-        clock: returns the seconds since the epoch. Environments have `RunState.env_timeout` from the opening on.
+    Each method is a transaction: it is stored when the method returns, and if it raises, nothing has changed. With
+    `fsync` it waits for the disk, and so survives a power failure and not only a kill.
 
     Attributes:
-        state: the state of the run. Change it through the methods below only.
+        state: the state of the run, which `new_state` makes with the limits of the server. Change it through the
+            methods below only.
         latest: content of the group that entered the queue last; empty if none did since the file was opened.
-
-    Raises:
-        ConfigError: the file cannot be opened, is of another kind, or is used by another process.
     """
 
     def __init__(
@@ -110,9 +101,8 @@ class Database:
             query = "SELECT digest, buffered FROM posts WHERE key = ?"
             if (earlier := self._db.execute(query, (post.key,)).fetchone()) is not None:
                 if earlier[0] != post.digest:
-                    raise FeedError(
-                        "this Idempotency-Key was used for other data before; send new data with a new key", 422
-                    )
+                    text = "this Idempotency-Key was used for other data before; send new data with a new key"
+                    raise FeedError(text, 422)
                 return msgspec.json.decode(earlier[1], type=list[int]), True
             versions = post.versions or [None] * len(post.groups)
             parts = list(zip(post.groups, versions, post.contents, strict=True))
@@ -129,21 +119,12 @@ class Database:
             return added.buffered, False
 
     def batch(
-        self,
-        step: int | None,
-        saved: int | None,
-        now: float,
-        trainer: int | None = None,
-        version: int | None = None,
+        self, step: int | None, saved: int | None, now: float, trainer: int | None = None, version: int | None = None
     ) -> tuple[int, int, list[bytes]] | None:
         """Returns the batch of `step`, the same one each time. Without `step`, returns the next batch, once.
 
-        Args:
-            step: the step at which the trainer trains the batch.
-            saved: the batches up to this step are not needed any more; None means up to the one before `step`.
-            now: seconds since the epoch.
-            trainer: number of the trainer's registration; None if the trainer knows of none.
-            version: the trainer's newest version of the weights; None if it reports none.
+        Batches up to step `saved` are not needed any more; None means up to the one before `step`. `trainer` is the
+        number of the trainer's registration, and `version` its newest version of the weights, if it tells them.
 
         Returns:
             The batch's step, its number of sequences, and the content of each group; None if there is no batch yet.
@@ -231,11 +212,8 @@ class Database:
         self.state.forget(saved)
         after = self.state.run.saved
         if after > max(before, saved):
-            logger.warning(
-                "the kept batches exceed their limit: a trainer can resume from step %d or later only; to keep more, "
-                "raise --queue-bytes or save checkpoints more often",
-                after,
-            )
+            text = "the kept batches exceed their limit: a trainer can resume from step %d or later only"
+            logger.warning(f"{text}; to keep more, raise --queue-bytes or save checkpoints more often", after)
         if after > before:
             self._db.execute("DELETE FROM groups WHERE step <= ?", (after,))
 

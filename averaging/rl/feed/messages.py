@@ -15,11 +15,11 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 
 from averaging.errors import ConfigError, FeedError
-from averaging.rl.feed.versions import oldest_version
 
 MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1 << 16, 1 << 53, 1e9
 
 MAX_VERSIONS = 64  # of the weights that may have made one group
+UNKNOWN = -1  # stands for the oldest version of a group if that is unknown, which its environment posts as null
 MAX_TOKEN = (1 << 31) - 1  # the largest token id
 ENTRY_COST, CONTAINER_COST = 8, 16  # memory of an entry of a JSON object, and of an array or object, in numbers
 
@@ -36,40 +36,26 @@ Versions = Annotated[list[VersionNumber], msgspec.Meta(min_length=1, max_length=
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The registration of a trainer, which begins a run. The server refuses values that are out of range.
-
-    Attributes:
-        batch_size: sequences in a batch, over all ranks, from 1 to 65,536.
-        max_token_len: environments drop sequences of this length or longer; 0 or less means no limit.
-        save_checkpoint_interval: steps between two checkpoints; 0 or less means that no checkpoint is saved.
-        starting_step: 0 for a new training, or the step of the checkpoint from which it resumes.
-        num_steps: the last step of the training; less than 0 means no limit.
-    """
+    """The registration of a trainer, which begins a run. The server refuses values that are out of range."""
 
     wandb_group: Text
     wandb_project: Text
-    batch_size: Size
-    max_token_len: Int64
+    batch_size: Size  # sequences in a batch, over all ranks
+    max_token_len: Int64  # environments drop sequences of this length or longer; 0 or less: no limit
     checkpoint_dir: Text
-    save_checkpoint_interval: Int64
-    starting_step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-    num_steps: Int64
+    save_checkpoint_interval: Int64  # steps between two checkpoints; 0 or less: none is saved
+    starting_step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]  # 0, or that of the checkpoint of a resumed training
+    num_steps: Int64  # the last step of the training; less than 0: no limit
 
 
 class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """The registration of an environment. The server refuses values that are out of range.
-
-    Attributes:
-        weight: relative to the other environments, for `EnvStatus.env_weight`.
-        group_size: sequences in each of its groups. Smaller groups wait until they add up to it.
-        min_batch_allocation: the fraction of each batch that is reserved for this environment, from 0 to 1.
-    """
+    """The registration of an environment. The server refuses values that are out of range."""
 
     max_token_length: Int64
     desired_name: Annotated[str, msgspec.Meta(max_length=1024)]
-    weight: Annotated[float, msgspec.Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
-    group_size: Size
-    min_batch_allocation: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    weight: Annotated[float, msgspec.Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]  # relative to others, see `EnvStatus`
+    group_size: Size  # sequences in each of its groups. Smaller groups wait until they add up to it
+    min_batch_allocation: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # its reserved fraction of a batch
 
 
 class EnvIdentifier(msgspec.Struct, frozen=True):
@@ -81,20 +67,13 @@ class EnvIdentifier(msgspec.Struct, frozen=True):
 class ScoredData(msgspec.Struct, kw_only=True):
     """A group: sequences that were scored together and belong into one batch.
 
-    Attributes:
-        tokens: the token ids of each sequence, from 0 to 2^31 - 1.
-        masks: the id of each token, or -100 if it is not trained, for example in the prompt.
-        scores: one number for each sequence.
-        version: the version of the weights that made the group, or all versions if they changed meanwhile; None if a
-            part of them is unknown. It is left out of the JSON if it is not set, as atroposlib does not know it.
-
     Raises:
         ConfigError: lengths do not match, a score is not finite, or a message has no role or content.
     """
 
-    tokens: list[list[TokenId]]
-    masks: list[list[Mask]]
-    scores: Sequence[float | bool]
+    tokens: list[list[TokenId]]  # of each sequence
+    masks: list[list[Mask]]  # the id of each token, or -100 if it is not trained, for example in the prompt
+    scores: Sequence[float | bool]  # of each sequence
     advantages: list[list[Finite]] | None = None
     ref_logprobs: list[list[Finite]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
@@ -106,6 +85,8 @@ class ScoredData(msgspec.Struct, kw_only=True):
     env_id: Int64 | None = None
     distill_token_ids: list[list[list[TokenId]]] | None = None
     distill_logprobs: list[list[list[Finite]]] | None = None
+    # Of the weights that made the group, or all if they changed meanwhile; None if a part is unknown. It is left out of
+    # the JSON if it is not set, as atroposlib does not know it.
     version: VersionNumber | Versions | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -128,6 +109,13 @@ class ScoredData(msgspec.Struct, kw_only=True):
         for message in (message for sequence in self.messages or () for message in sequence):
             if "role" not in message or "content" not in message:
                 raise ConfigError("a message lacks its role or its content")
+
+
+def oldest_version(version: int | list[int] | msgspec.UnsetType | None) -> int | None:
+    """Returns the version that counts for the age of a group: UNKNOWN if it is null, and None if none was posted."""
+    if isinstance(version, list):
+        return min(version, default=None)
+    return UNKNOWN if version is None else version if isinstance(version, int) else None
 
 
 class Registered(msgspec.Struct, frozen=True):

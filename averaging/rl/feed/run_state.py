@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -16,12 +17,13 @@ import msgspec
 from averaging.common import listed
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reservations
-from averaging.rl.feed.messages import RegisterEnv, Registration
-from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
+from averaging.rl.feed.messages import UNKNOWN, RegisterEnv, Registration
 
 MIN_ENV_WEIGHT = 0.01  # lower bound of `env_weight`, so that no environment starves
 MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024  # environments of a run, and groups in the buffer of one of them
 MOST_STALE = 8  # environments whose stale groups the status names
+# After so many reports a group must not be ahead of the trainer. The first one may have been sent before its arrival.
+REPORTS_UNTIL_KNOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,47 @@ class CommandEvent:
         return self.text
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the event as `--json` prints it."""
         return {"event": self.name, **self.fields}
+
+
+class Fit(StrEnum):
+    """Whether a group may be part of a batch. The last three are the reasons for which it is dropped."""
+
+    FITS = "fits"
+    WAITS = "waits"  # it is ahead of the trainer's last report, so the next one decides
+    OLD = "old"
+    FOREIGN = "foreign"  # no version of this trainer: see above
+    UNKNOWN = "unknown"  # its environment knows of versions, and not which ones made it
+
+
+class TrainerVersion(msgspec.Struct):
+    """The newest version of the weights, as the trainer reports it with each request for a batch.
+
+    What an environment claims never changes it. A version is published before an environment has it, and the trainer
+    reports the newest one that it has published. So a group that is ahead of a report which was begun after its arrival
+    was made by weights of another run, or of a history that ended in a crash.
+    """
+
+    newest: int | None = None  # None before the first report
+    trainer: int = 0  # number of the registration that has reported it
+
+    def report(self, version: int, trainer: int) -> None:
+        # Another trainer may begin with an older version, because it resumes from a checkpoint. One never goes back.
+        if self.newest is None or trainer != self.trainer or version > self.newest:
+            self.newest, self.trainer = version, trainer
+
+    def fit_of(self, version: int | None, reports: int, max_staleness: int | None) -> Fit:
+        """Judges a group by its `oldest_version`, after so many reports since it arrived.
+
+        One of an environment which knows of no versions always fits.
+        """
+        if max_staleness is None or self.newest is None or version is None:
+            return Fit.FITS
+        if version == UNKNOWN:
+            return Fit.UNKNOWN
+        if version > self.newest:
+            return Fit.WAITS if reports < REPORTS_UNTIL_KNOWN else Fit.FOREIGN
+        return Fit.FITS if self.newest - version <= max_staleness else Fit.OLD
 
 
 class NoTrainerError(FeedError):
@@ -46,8 +87,7 @@ class NoTrainerError(FeedError):
 
 
 @dataclass(frozen=True, slots=True)
-class SampleGroup:
-    # Without its content, which the database holds.
+class SampleGroup:  # without its content, which the database holds
     number: int  # position in the order of arrival
     env: int | None  # None if it was posted without one
     size: int  # sequences
@@ -63,9 +103,7 @@ class Added:
     buffered: list[int]  # sequences in the buffer after each added group whose size is not its environment's
 
 
-class Env(msgspec.Struct):
-    # Its id is its index in `RunState.envs`.
-
+class Env(msgspec.Struct):  # its id is its index in `RunState.envs`
     config: RegisterEnv
     name: str
     connected: bool = True
@@ -102,12 +140,10 @@ class RunState:
     max_staleness: int | None = None  # versions that a group may be behind the trainer's newest one; None for any
     run: RunRecord = field(default_factory=RunRecord)
     envs: list[Env] = field(default_factory=list)
-    # Oldest first. Groups that are ahead of the trainer's last report wait in the queue, too.
-    queue: list[SampleGroup] = field(default_factory=list)
+    queue: list[SampleGroup] = field(default_factory=list)  # oldest first, also those ahead of the trainer's report
     # By environment: groups that are smaller than its group size, and wait until some add up to it.
     buffers: dict[int, list[SampleGroup]] = field(default_factory=dict)
-    # By step: delivered batches that a trainer can ask for again.
-    batches: dict[int, list[SampleGroup]] = field(default_factory=dict)
+    batches: dict[int, list[SampleGroup]] = field(default_factory=dict)  # by step: delivered, and can be asked again
     next_number: int = 0
     reports: int = 0  # of the trainer's version, since the server has started
     dropped: list[int] = field(default_factory=list)  # groups that do not fit, until the database takes them out
@@ -117,12 +153,9 @@ class RunState:
 
     @property
     def waiting(self) -> Iterator[SampleGroup]:
-        """The groups in the queue and in the buffers."""
         yield from self.queue
         for buffer in self.buffers.values():
             yield from buffer
-
-    # The trainer.
 
     def register(self, registration: Registration, trainer: int = 0) -> bool:
         """Gives a trainer the next number, and begins a run. Returns False if a run has begun already.
@@ -133,11 +166,8 @@ class RunState:
             raise self._superseded(trainer)
         largest = max((group.size for group in self.queue), default=0)
         if self.run.registration is None and largest > registration.batch_size:
-            raise FeedError(
-                f"a group in the queue has {largest} sequences, more than batch_size {registration.batch_size}; "
-                "register a larger batch_size, or drop all groups with GET /reset_data",
-                409,
-            )
+            text = f"a group in the queue has {largest} sequences, more than batch_size {registration.batch_size}"
+            raise FeedError(f"{text}; register a larger one, or drop all groups with GET /reset_data", 409)
         self.run.trainer = max(self.run.trainer, trainer) + 1
         if self.run.registration is not None:
             return False
@@ -158,15 +188,13 @@ class RunState:
         )
 
     def check_trainer(self, trainer: int) -> None:
-        """Refuses a trainer if another one has registered since."""
         if self.run.registration is not None and trainer != self.run.trainer:
             raise self._superseded(trainer)
 
     def _superseded(self, trainer: int) -> FeedError:
         return FeedError(
             f"this trainer has registration {trainer}, but another trainer has registered since, as number "
-            f"{self.run.trainer}, and gets the batches now. End this one. If it should continue instead, end the other "
-            "one and start this one again",
+            f"{self.run.trainer}, and gets the batches now. End this one, or the other one and start this one again",
             409,
         )
 
@@ -178,8 +206,6 @@ class RunState:
         self.drop_stale()
         if self.run.version.newest != before:
             self._candidate = None
-
-    # Environments.
 
     def register_env(self, config: RegisterEnv, key: bytes, now: float) -> int:
         """Adds an environment, or gives it its old place. Returns its id; -1 if no trainer has started.
@@ -212,24 +238,17 @@ class RunState:
         return env.config == config and (is_same or not env.connected or now - env.heard >= self.env_timeout)
 
     def disconnect(self, env_id: int) -> None:
-        """Ends the reservation of an environment."""
         env = self.env(env_id)
         env.connected = env.silent = False
         self._candidate = None
 
     def env(self, env_id: int) -> Env:
-        """Returns an environment by its id."""
         if not 0 <= env_id < len(self.envs):
             raise FeedError(f"there is no environment with env_id {env_id}; register it with /register-env", 404)
         return self.envs[env_id]
 
-    # Groups.
-
     def add(self, groups: Sequence[tuple[int | None, int, int, int | None]], now: float) -> Added:
-        """Adds all of the groups, given as (environment, sequences, bytes, version), or none, at the time `now`.
-
-        Those that are too old are dropped.
-        """
+        """Adds all of the groups, given as (environment, sequences, bytes, version), or none. Old ones are dropped."""
         for env, size, _, _ in groups:
             self._check_size(env, size)
         self._check_room(now)
@@ -313,14 +332,8 @@ class RunState:
         sizes = [group.nbytes for group in self.waiting]
         usage = max(sum(sizes) / self.max_bytes, len(sizes) / self.max_groups)
         if usage >= 2 or (usage >= 1 and (self.run.registration is None or self._find_batch(now) is not None)):
-            raise FeedError(
-                f"the queue is full: {len(sizes)} groups and {sum(sizes)} bytes wait; "
-                "post the same again once the trainer has fetched a batch",
-                503,
-                1.0,
-            )
-
-    # Batches.
+            full = f"the queue is full: {len(sizes)} groups and {sum(sizes)} bytes wait"
+            raise FeedError(f"{full}; post the same again once the trainer has fetched a batch", 503, 1.0)
 
     def next_batch(self, now: float) -> list[SampleGroup] | None:
         """Removes the next batch from the queue, that of the next step. Returns None if no batch can be formed."""
@@ -344,18 +357,13 @@ class RunState:
         if run.registration is None:
             raise NoTrainerError
         if step <= run.saved:
-            raise FeedError(
-                f"the batch of step {step} is forgotten: the trainer has saved the batches up to step {run.saved}, or "
-                "they exceeded the limit of kept bytes. Resume from a later checkpoint, or begin another run with GET "
-                "/reset_data",
-                410,
-            )
+            why = f"the trainer has saved those up to step {run.saved}, or they exceeded the limit of kept bytes"
+            remedy = "Resume from a later checkpoint, or begin another run with GET /reset_data"
+            raise FeedError(f"the batch of step {step} is forgotten: {why}. {remedy}", 410)
         if step > run.step + 1:
-            raise FeedError(
-                f"step {step} was requested, but the next batch is that of step {run.step + 1}: this store belongs to "
-                "another run. Give the server another store, or begin another run with GET /reset_data",
-                409,
-            )
+            why = f"the next batch is that of step {run.step + 1}: this store belongs to another run"
+            remedy = "Give the server another store, or begin another run with GET /reset_data"
+            raise FeedError(f"step {step} was requested, but {why}. {remedy}", 409)
         return step <= run.step
 
     def forget(self, saved: int) -> None:
@@ -386,28 +394,20 @@ class RunState:
         parts = {env_id: env.reserved for env_id, env in enumerate(self.envs) if env.reserved}
         reserved = reservations(batch_size, parts)
         sequences = self._sequences() if reserved else {}
-        late = [
-            env_id
-            for env_id, count in reserved.items()
-            if sequences.get(env_id, 0) < count and now - self.envs[env_id].waited >= self.env_timeout
-        ]
+        late = [env_id for env_id, count in reserved.items() if sequences.get(env_id, 0) < count]
+        late = [env_id for env_id in late if now - self.envs[env_id].waited >= self.env_timeout]
         for env_id in late:
             env, self._candidate = self.envs[env_id], None
             env.silent = True
-            text = (
-                f"environment {env_id} posts nothing, and others get its part of the batches until it does: {env.name}"
-            )
+            text = f"environment {env_id} posts nothing; others get its part of the batches until it does: {env.name}"
             self._tell("silent", text, {"env_id": env_id, "name": env.name})
         return reservations(batch_size, {env_id: part for env_id, part in parts.items() if env_id not in late})
 
     def _sequences(self) -> Counter[int | None]:
-        """The sequences in the queue by environment."""
         counts: Counter[int | None] = Counter()
         for group in self.queue:
             counts[group.env] += group.size
         return counts
-
-    # What is told.
 
     def _tell(self, name: str, text: str, fields: dict[str, Any]) -> None:
         self.events.append(CommandEvent(name, text, fields))
@@ -449,9 +449,8 @@ class RunState:
         if self.max_staleness is not None and newest is not None and unfit:
             return (
                 f"{listed(unfit)} posts groups without a version, or of one that does not fit the limit of "
-                f"{self.max_staleness} versions; they are dropped, or from an environment that knows of no versions "
-                "trained at any age. Have its engine follow the run: averaging serve --follow, or averaging follow "
-                "--engine for vLLM"
+                f"{self.max_staleness} versions; they are dropped, or without any version trained at any age. Have its "
+                "engine follow the run: averaging serve --follow, or averaging follow --engine for vLLM"
             )
         if self.max_staleness is not None and newest is None and self.run.step > registration.starting_step:
             return (

@@ -4,13 +4,11 @@ Needs `pip install 'averaging[rollouts]'`, and an engine that tells token ids: `
 
 Read in this order: `samples` (scored sequences and groups of them; pure), `engine` (requests that wait for an engine
 that is away, and versions), `environment` (tasks and rollouts of verifiers), `chat_harness` (the agent of environments
-that bring none), `making` and `posting` (groups, and their way to the feed), `tally` (what is counted and told),
-`runner` (the class).
+that bring none), `runner` (groups, their way to the feed, and what is counted and told).
 """
 
-from averaging.rl.rollouts.runner import Rollouts
+from averaging.rl.rollouts.runner import ROLLOUT_METRICS, Rollouts, RolloutTally
 from averaging.rl.rollouts.samples import RolloutOptions, TruncatedMode
-from averaging.rl.rollouts.tally import ROLLOUT_METRICS, RolloutTally
 
 __all__ = [
     "ROLLOUT_METRICS",

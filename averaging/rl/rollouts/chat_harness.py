@@ -13,8 +13,7 @@ import httpx
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
-MAX_ERROR = 2000
-"""Characters of an error that a trace keeps."""
+MAX_ERROR = 2000  # characters of an error that a trace keeps
 
 
 @functools.cache

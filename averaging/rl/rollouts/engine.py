@@ -26,16 +26,16 @@ from averaging.errors import ConfigError, RolloutError
 from averaging.http_server import HttpServer, listening
 from averaging.rl.feed import message_in, retry_pauses, split_url
 
+# Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered.
 HELD = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered."""
-
 MAX_FAULTS = 3  # how often a request that the engine answers with another status from 500 on is tried
 MAX_REPLY = 64 << 20  # bytes of an answer, after decompression
 MAX_ROLLOUTS = 1 << 16  # whose versions are remembered; those that verifiers gives up are never asked for
 CONNECT_TIMEOUT, ENGINE_TIMEOUT = 10.0, 600.0  # seconds; a request that takes longer is repeated
-
+# Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret.
 SESSION_HEADER, SECRET_HEADER = "X-Session-ID", "Gateway-Secret"
-"""Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret."""
+# Parameters that are not handed on, or have a fixed value.
+OWN_PARAMETERS = frozenset({"routed_experts_prompt_start", "logprobs", "extra_body"})
 
 Answer = TypeVar("Answer")
 
@@ -43,8 +43,6 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class EngineModel(msgspec.Struct, frozen=True):
-    """A model of an engine."""
-
     id: str  # its name in requests
     root: str | None = None  # the folder or name with which the engine was started
     max_model_len: int | None = None  # tokens that prompt and reply may have together
@@ -83,38 +81,22 @@ class Completion(msgspec.Struct, frozen=True):
 class EngineClient:
     """An OpenAI-compatible engine that also tells token ids: `averaging serve`, or vLLM.
 
-    A request is repeated while the engine is away, starting or full, without a limit of time.
-
-    Args:
-        url: "http://HOST:PORT" or "https://HOST:PORT". A token, or API key, may be its password,
-            "http://any:TOKEN@HOST:PORT".
-        tls_ca: file with the authority of an https engine; None trusts the system's.
-        on_away: called when the engine begins and ceases to be away, with the reason, empty if it is back.
-
-    Attributes:
-        version: that of the weights which the engine was last seen to serve; None if it is unknown.
-        has_route: whether the engine has a route that names its version. Without, only its answers may tell one.
-        lengths: tokens that prompt and reply of each model may have together, once `models` has asked for them.
-
-    Raises:
-        ConfigError: `url` is no address.
+    A request is repeated while the engine is away, starting or full, without a limit of time. `on_away` is called when
+    that begins and when it ends, with the reason, empty if the engine is back. `tls_ca` is a file with the authority of
+    an https engine; None trusts the system's.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        tls_ca: str | None = None,
-        on_away: Callable[[str], None] = lambda reason: None,
+        self, url: str, *, tls_ca: str | None = None, on_away: Callable[[str], None] = lambda reason: None
     ) -> None:
         shown, user = split_url(url, "an engine")
         self.url, token = shown.removesuffix("/v1"), user[1] if user else ""
         self._on_away = on_away
         self._away = ""
-        self.version: int | None = None
-        self.has_route = True
+        self.version: int | None = None  # of the weights which it was last seen to serve; None if it is unknown
+        self.has_route = True  # whether a route names its version. Without, only its answers may tell one
         self._tells = False  # whether the last answer told its version
-        self.lengths: dict[str, int | None] = {}
+        self.lengths: dict[str, int | None] = {}  # tokens that prompt and reply of each model may have together
         try:
             context = ssl.create_default_context(cafile=tls_ca)
         except (OSError, ssl.SSLError) as error:
@@ -152,8 +134,7 @@ class EngineClient:
         """Asks for a completion. Returns it, and the versions that may have written it; none if one is unknown."""
         before: int | None = None
 
-        async def look() -> None:
-            """Before each attempt, since the engine may have been started again after the last one."""
+        async def look() -> None:  # before each attempt: the engine may have been started again after the last one
             nonlocal before
             before = None if self._tells else await self.ask_version()
 
@@ -214,8 +195,7 @@ class EngineClient:
             self._on_away(reason)
 
 
-class _GenerateRequest(msgspec.Struct, frozen=True):
-    # As verifiers' training client sends it, and vLLM's /inference/v1/generate takes it.
+class _GenerateRequest(msgspec.Struct, frozen=True):  # as verifiers' training client sends it to vLLM
     model: str
     token_ids: list[Token]
     sampling_params: dict[str, Any]
@@ -223,15 +203,8 @@ class _GenerateRequest(msgspec.Struct, frozen=True):
     content_parts: Any = None
 
 
-OWN_PARAMETERS = frozenset({"routed_experts_prompt_start", "logprobs", "extra_body"})
-"""Parameters that are not handed on, or have a fixed value."""
-
-
 class EngineGateway:
-    """Answers verifiers' training client on loopback, from an engine's /v1/completions with token ids.
-
-    Use it as `async with`. Rollouts in progress get an error when it ends.
-    """
+    """Answers verifiers' training client on loopback, from an engine's /v1/completions with token ids."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
@@ -316,8 +289,5 @@ def _decoded(body: bytes, kind: type[Answer], url: str) -> Answer:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RolloutError(
-            "engine",
-            f"the answer of {url} cannot be used ({error}); the engine must be averaging serve or vLLM, which tell "
-            "token ids and log-probabilities",
-        ) from None
+        remedy = "the engine must be averaging serve or vLLM, which tell token ids and log-probabilities"
+        raise RolloutError("engine", f"the answer of {url} cannot be used ({error}); {remedy}") from None

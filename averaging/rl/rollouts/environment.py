@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 CHAT = "averaging-chat"  # the name under which verifiers finds `ChatHarness`
 TOOLLESS = frozenset({"null"})  # agents of verifiers that do the same
-
-HINT = (
-    "NAME is the name of an installed package, or of a module that can be imported here, which has a Taskset of "
-    "verifiers 0.4 in __all__"
-)
+HINT = "NAME is that of a package or module that can be imported here, with a Taskset of verifiers 0.4 in __all__"
 
 
 class VerifiersEnvironment:
@@ -56,7 +52,7 @@ class VerifiersEnvironment:
         self._check_tools()
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Holds what all rollouts share. Rollouts are made while it is entered."""
+        """Rollouts are made while it is entered."""
         serving: AbstractAsyncContextManager[None] = self._env.serving()
         return serving
 

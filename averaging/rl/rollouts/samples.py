@@ -20,51 +20,33 @@ UNTRAINED, NO_LOGPROB = -100, 1.0
 class TruncatedMode(StrEnum):
     """What happens to a rollout that a limit has cut off."""
 
-    DROP = "drop"
-    """It is made again, and its group is dropped if that is cut off too often."""
-    MASK = "mask"
-    """It is posted without a token to train, so that its score counts in the group only."""
-    TRAIN = "train"
-    """It is posted like others, with `{"truncated": true}` in its `overrides`."""
+    DROP = "drop"  # it is made again, and its group is dropped if that is cut off too often
+    MASK = "mask"  # it is posted without a token to train, so that its score counts in the group only
+    TRAIN = "train"  # it is posted like others, with `{"truncated": true}` in its `overrides`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
     """What `Rollouts` makes, and where.
 
-    Attributes:
-        environment: its name, see `VerifiersEnvironment`; also at the feed.
-        engine: address of the engine, see `EngineClient`.
-        feed: address of the feed, see `FeedEnvironment`.
-        environment_args: the environment's settings.
-        tokenizer: folder or name of the model whose tokenizer the engine uses; None takes what the engine tells.
-        renderer: verifiers' renderer of the model's chat template; None chooses it by the tokenizer's name.
-        model: the model's name at the engine; None takes the first.
-        group_size: rollouts of each task, which are posted together.
-        sequences: sequences of each rollout that are trained; more than 1 for environments with several agents.
-        concurrency: rollouts that are made at one time.
-        max_groups: groups to post; None for no limit.
-        truncated: what happens to rollouts that a limit has cut off.
-        sampling: parameters of the engine, for example `{"temperature": 1.0, "max_tokens": 512}`.
-        feed_options: `token_file`, `tls_ca`, `tls_cert` and `tls_key` for the feed. An https engine gets `tls_ca` too.
-
     Raises:
         ConfigError: a number is out of range.
     """
 
-    environment: str
-    engine: str
-    feed: str
-    environment_args: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
-    renderer: str | None = None
-    model: str | None = None
-    group_size: int = 8
-    sequences: int = 1
-    concurrency: int = 32
-    max_groups: int | None = None
+    environment: str  # its name, also at the feed, see `VerifiersEnvironment`
+    engine: str  # "http://HOST:PORT" or "https://HOST:PORT"; a token, or API key, may be its password
+    feed: str  # see `FeedEnvironment`
+    environment_args: Mapping[str, Any] = field(default_factory=dict)  # its own settings
+    tokenizer: str | None = None  # folder or name of the model whose tokenizer the engine uses; None: as it tells
+    renderer: str | None = None  # verifiers' renderer of the chat template; None: by the tokenizer's name
+    model: str | None = None  # its name at the engine; None: the first
+    group_size: int = 8  # rollouts of each task, which are posted together
+    sequences: int = 1  # of each rollout that are trained; more than 1 for environments with several agents
+    concurrency: int = 32  # rollouts that are made at one time
+    max_groups: int | None = None  # to post; None: no limit
     truncated: TruncatedMode = TruncatedMode.DROP
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # for example `{"temperature": 1.0, "max_tokens": 512}`
+    # `token_file`, `tls_ca`, `tls_cert` and `tls_key` for the feed. An https engine gets `tls_ca` too.
     feed_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,11 +86,7 @@ class SampledGroup(msgspec.Struct, frozen=True):
 
 
 def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> ScoredData:
-    """Puts the sequences of a group together, for one batch.
-
-    The group's `version` is that of all its weights, a list if they changed meanwhile, and None if a part of them is
-    unknown. It names at most `MAX_VERSIONS`: the oldest, which counts for its age, and the newest.
-    """
+    """Puts the sequences of a group together. Of many versions it names the oldest, which counts, and the newest."""
     known = all(sample.versions for sample in samples)
     versions = sorted({version for sample in samples for version in sample.versions}) if known else []
     named = [*versions[:1], *versions[1:][1 - MAX_VERSIONS :]]
@@ -133,10 +111,7 @@ def _trained(sample: ScoredSequence, truncated: TruncatedMode) -> list[int]:
 
 
 def is_too_old(served: int | None, answer: Posted) -> bool:
-    """Returns whether rollouts with this version of the engine are too old for a feed, by its answer to a post.
-
-    Those of unknown weights are if the feed has a limit.
-    """
+    """Returns whether rollouts with this version of the engine, or none, are too old for a feed that answered so."""
     if answer.newest_version is None or answer.max_staleness is None:
         return False
     return served is None or served < answer.newest_version - answer.max_staleness
