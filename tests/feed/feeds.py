@@ -68,13 +68,7 @@ def names(batch: Batch) -> list[int]:
 
 
 def a_rank(
-    rank: int,
-    ranks: int,
-    store: Path,
-    url: str,
-    registered: Registration,
-    members: Sequence[int] = (),
-    **options: Any,
+    rank: int, ranks: int, store: Path, url: str, registered: Registration, members: Sequence[int] = (), **options: Any
 ) -> JsonProcess:
     """Starts `feed_rank`, which iterates over a feed as one of `ranks` ranks or of the group `members`."""
     arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options, "members": members}

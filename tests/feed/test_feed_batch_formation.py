@@ -83,17 +83,11 @@ def test_reservations_never_sum_to_more_than_a_batch(batch_size: int, proportion
         assert found == {env: want for env, want in wanted.items() if want}
 
 
-def test_no_batch_while_an_environment_has_too_few_groups() -> None:
-    assert form_batch([2, 2], [1, 1], 4, {0: 2}) is None
+def test_reservations_and_the_oldest_groups_that_fill_the_rest() -> None:
+    assert form_batch([2, 2], [1, 1], 4, {0: 2}) is None, "too few groups of environment 0"
     assert form_batch([2, 2, 2], [1, 1, 0], 4, {0: 2}) == [0, 2]
-
-
-def test_the_oldest_groups_fill_the_rest_of_a_batch() -> None:
     assert form_batch([1] * 5, [0, 0, 0, 3, 3], 4, {0: 1, 3: 1}) == [0, 1, 2, 3]
     assert form_batch([4] * 4, [0, 0, 1, None], 12, {0: 1, 1: 1}) == [0, 1, 2]
-
-
-def test_groups_that_do_not_fit_their_reservation_do_not_stop_all_batches() -> None:
     # Three reservations of 2, rounded up to groups of 4, do not fit into 8. The oldest group goes first.
     assert form_batch([4, 4, 4], [2, 0, 1], 8, {0: 2, 1: 2, 2: 2}) == [0, 1]
 
@@ -128,11 +122,3 @@ def test_many_reservations_that_do_not_fit_together() -> None:
     found = form_batch(sizes, envs, T, {0: 9, 1: 15, 2: 1, 3: 2, 4: 3})
     assert found is not None
     assert sum(sizes[index] for index in found) == T
-
-
-def test_a_large_queue() -> None:
-    sizes = [7, 3] * 20_000
-    found = exact_sum(sizes, 1024)
-    assert found is not None
-    assert sum(sizes[index] for index in found) == 1024
-    assert exact_sum([2] * 40_000, 1025) is None

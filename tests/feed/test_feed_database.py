@@ -179,13 +179,9 @@ def test_batches_come_in_order_and_groups_first_in_first_out() -> None:
         assert (found[0], names(found[2])) == (step, [2 * step - 2, 2 * step - 1])
         assert database.state.run.step == step, "the step counts delivered batches only"
     assert database.batch(5, None, 0.0) is None
-
-
-def test_a_trainer_without_steps_gets_each_batch_once() -> None:
-    database = running()
     database.post(a_post(*((name, None, 2) for name in range(4))), 0.0)
     fetched = [database.batch(None, None, 0.0) for _ in range(3)]
-    assert [found and names(found[2]) for found in fetched] == [[0, 1], [2, 3], None]
+    assert [found and names(found[2]) for found in fetched] == [[0, 1], [2, 3], None], "each once without a step"
     assert database.state.batches == {}
 
 
@@ -278,20 +274,13 @@ def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
     database.post(a_post((4, None, 2)), 0.0)
 
 
-def test_a_queue_without_a_batch_is_bounded_too() -> None:
-    database = running(max_groups=3)
-    for name in range(6):
-        database.post(a_post((name, None, 3)), 0.0)
+@pytest.mark.parametrize(("limits", "size", "room"), [({"max_groups": 3}, 3, 6), ({"max_bytes": 500}, 2, 2)])
+def test_a_queue_without_a_batch_and_its_bytes_are_bounded_too(limits: dict[str, Any], size: int, room: int) -> None:
+    database = running(**limits)
+    for name in range(room):
+        database.post(a_post((name, None, size)), 0.0)
     with pytest.raises(FeedError):
-        database.post(a_post((6, None, 3)), 0.0)
-
-
-def test_bytes_are_bounded() -> None:
-    database = running(max_bytes=500)
-    for name in range(2):
-        database.post(a_post((name, None, 2)), 0.0)
-    with pytest.raises(FeedError):
-        database.post(a_post((2, None, 2)), 0.0)
+        database.post(a_post((room, None, size)), 0.0)
 
 
 def test_the_oldest_kept_batches_are_forgotten_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -315,10 +304,7 @@ def test_a_step_of_another_run_is_refused() -> None:
     assert refused.value.status == 409
     with pytest.raises(FeedError, match="the batch of step 0 is forgotten"):
         database.batch(0, None, 0.0)
-
-
-def test_a_trainer_may_begin_at_its_checkpoint() -> None:
-    database = open_database()
+    database.reset()
     database.register(registration(starting_step=10))
     database.post(a_post((0, None, 4)), 0.0)
     found = database.batch(11, 10, 0.0)
@@ -377,14 +363,6 @@ def test_a_store_that_is_killed_right_after_its_start_is_whole(reset: bool, tmp_
     open_database(tmp_path.parent / f"{tmp_path.name} killed" / "store").close()
 
 
-@pytest.mark.parametrize(("fsync", "level"), [(False, 1), (True, 2)])
-def test_fsync_makes_sqlite_wait_for_the_disk(fsync: bool, level: int, tmp_path: Path) -> None:
-    database = Database(tmp_path / "store", fsync=fsync, new_state=RunState)
-    assert database._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert database._db.execute("PRAGMA synchronous").fetchone() == (level,)
-    database.close()
-
-
 def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("no database " * 100)
@@ -401,7 +379,12 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
         open_database(tmp_path / "nowhere" / "store")
 
 
-def test_a_store_has_one_server(tmp_path: Path) -> None:
+def test_a_store_has_one_server_and_fsync_waits_for_the_disk(tmp_path: Path) -> None:
+    for fsync, level in ((False, 1), (True, 2)):
+        database = Database(tmp_path / f"fsync {fsync}", fsync=fsync, new_state=RunState)
+        assert database._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert database._db.execute("PRAGMA synchronous").fetchone() == (level,)
+        database.close()
     database = open_database(tmp_path / "store")
     assert (tmp_path / "store").stat().st_mode & 0o077 == 0
     with pytest.raises(ConfigError, match="another process uses it; give another file"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from averaging.errors import ConfigError, FeedError
+from averaging.errors import FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
 from tests.feed.feeds import DEADLINE, Feed, a_group, a_rank, environment, names, registration
 from tests.support import certificates
@@ -118,7 +117,7 @@ def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitSta
 
 
 def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 8.0})
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 5.0})
     for rank in ranks:
         rank.send("next")
     posted(feed.url, *range(4))
@@ -301,23 +300,6 @@ def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCapture
     assert said == ["averaging.rl.feed.clients"] * 2
 
 
-def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    (trainer,) = start(stack, 1, tmp_path / "1", feed.url)
-    trainer.send("saved 0")
-    trainer.send("next")
-    posted(feed.url, *range(8))
-    first = trainer.expect("batch")
-    step([trainer])
-    step([trainer])
-    (resumed,) = start(stack, 1, tmp_path / "2", feed.url)
-    assert step([resumed]) == first, "no checkpoint was saved, so the batches come again"
-    resumed.send("saved 1")
-    step([resumed])
-    (late,) = start(stack, 1, tmp_path / "3", feed.url)
-    late.send("next")
-    assert "the batch of step 1 is forgotten" in late.expect("failed")["message"]
-
-
 def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> None:
     with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
         batches._register()
@@ -334,38 +316,6 @@ def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> Non
         assert env.status().current_step == 3
 
 
-def test_a_post_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
-    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
-        poster = threading.Thread(target=lambda: posts.extend(repeated()))
-        posts: list[int] = []
-
-        def repeated() -> Iterator[int]:
-            for name in (0, 0, 1):  # a restarted process does not know whether the post was acknowledged
-                with FeedEnvironment(feed.url, environment()) as env:
-                    env.post(a_group(name), key=f"item {name}")
-                    yield env.status().current_step
-            other = pytest.raises(FeedError, match="this Idempotency-Key was used for other data before")
-            with FeedEnvironment(feed.url, environment()) as env, other:
-                env.post(a_group(2), key="item 0")
-
-        poster.start()
-        assert names(next(batches)) == [0, 1]
-        poster.join()
-        assert len(posts) == 3
-
-
-def test_large_groups_arrive_unchanged(feed: Feed) -> None:
-    """Both directions are compressed."""
-    groups = [a_group(name, length=50_000) for name in range(2)]
-    with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
-        poster = threading.Thread(target=env.post, args=groups)
-        poster.start()
-        batch = next(batches)
-        poster.join()
-    assert [group["tokens"] for group in batch.groups] == [group.tokens for group in groups]
-    assert [group["masks"] for group in batch.groups] == [group.masks for group in groups]
-
-
 def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:
     url = "http://127.0.0.1:9"
     with pytest.raises(FeedError, match=r"gave up .*127.0.0.1:9 cannot be reached .*check that the feed"):
@@ -378,17 +328,6 @@ def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:
     env = FeedEnvironment(feed.url, environment(), start_timeout=0.0)
     with env, pytest.raises(FeedError, match="has no trainer after 0 s: wait for trainer to start"):
         env.post(a_group(0))
-
-
-def test_the_environment_waits_while_the_queue_is_full(tmp_path: Path) -> None:
-    with (
-        Feed(tmp_path / "store", "--queue-bytes", "1024") as feed,
-        BatchFeed(feed.url, registration(), poll=0.05) as batches,
-    ):
-        poster = threading.Thread(target=posted, args=(feed.url, *range(8)))
-        poster.start()
-        assert [names(next(batches)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        poster.join()
 
 
 def test_with_tls_and_a_token(tmp_path: Path) -> None:
@@ -411,12 +350,6 @@ def test_with_tls_and_a_token(tmp_path: Path) -> None:
             next(BatchFeed(feed.url, registration(), **options | {"token_file": wrong}))
         with pytest.raises(FeedError, match="cannot be reached"):
             next(BatchFeed(feed.url, registration(), retry_timeout=0.2))  # without tls_ca
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", ""])
-def test_an_invalid_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="give http://HOST:PORT or https://HOST:PORT"):
-        BatchFeed(url, registration())
 
 
 @pytest.mark.long
@@ -449,16 +382,3 @@ def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE)
     assert (process.returncode, out, err) == (0, "stopped\n", "")
-
-
-def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from averaging.cli import main; main(['feed', '--json'])"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    assert ended.returncode == 2
-    assert ended.stderr == "Error: uvicorn is not installed; run: pip install 'averaging[rl]'\n"
-    assert json.loads(ended.stdout)["event"] == "error"

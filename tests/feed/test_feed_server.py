@@ -136,50 +136,32 @@ BAD = [
 ]
 
 
+BAD_JSON = [
+    (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "JSON has neither NaN nor Infinity"),
+    (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
+    (b'{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "Number out of range - at `$.scores[0]`"),
+    (b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [[1]], "scores": [1]}', "out of range - at `$.tokens[0][0]`"),
+    (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "nested too deeply"),
+    (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"role": "\xff"}]]}', "the body cannot be used"),
+    (b"", "the body cannot be used"),
+    (b"tokens=1", "malformed"),
+]
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("path", "body", "expected"), BAD, ids=lambda value: str(value)[:50])
-async def test_invalid_fields_are_refused_with_a_reason(path: str, body: object, expected: str) -> None:
+async def test_what_cannot_be_used_is_refused_with_a_reason() -> None:
     async with serving() as client:
-        if path != "/register":
-            await begin(client)
-        reply = await client.post(path, json=body)
-        assert reply.status_code == 422, reply.text
-        assert reply.json()["status"] == "error"
-        assert expected in reply.json()["message"]
+        await begin(client)
+        for path, body, expected in BAD:
+            reply = await client.post(path, json=body)
+            assert (reply.status_code, reply.json()["status"]) == (422, "error"), (path, body, reply.text)
+            assert expected in reply.json()["message"]
+        for content, expected in BAD_JSON:
+            reply = await client.post("/scored_data", content=content)
+            assert (reply.status_code, expected in reply.json()["message"]) == (422, True), (content[:99], reply.text)
         assert (await client.get("/status")).json()["queue_size"] == 0, "nothing of a list was taken"
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "JSON has neither NaN nor Infinity"),
-        (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
-        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "Number out of range - at `$.scores[0]`"),
-        (b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [[1]], "scores": [1]}', "out of range - at `$.tokens[0][0]`"),
-        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "nested too deeply"),
-        (
-            b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"role": "\xff"}]]}',
-            "the body cannot be used",
-        ),
-        (b"", "the body cannot be used"),
-        (b"tokens=1", "malformed"),
-    ],
-)
-async def test_invalid_json_is_refused(body: bytes, expected: str) -> None:
-    async with serving() as client:
-        await begin(client)
-        reply = await client.post("/scored_data", content=body)
-        assert reply.status_code == 422, reply.text
-        assert expected in reply.json()["message"]
-
-
-@pytest.mark.asyncio
-async def test_large_finite_numbers_are_taken() -> None:
-    async with serving() as client:
-        await begin(client)
         reply = await client.post("/scored_data", json=GROUP | {"advantages": [[1e308, 1e308], [-1e308]]})
-        assert reply.json() == {"status": "received"}
+        assert reply.json() == {"status": "received"}, "large numbers are finite"
 
 
 @pytest.mark.asyncio
@@ -306,27 +288,6 @@ async def test_a_request_has_limited_time(monkeypatch: pytest.MonkeyPatch) -> No
             writer.close()
 
 
-@pytest.mark.asyncio
-async def test_one_address_does_not_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets without a request stay open for the time of a request."""
-    monkeypatch.setattr(server, "CONNECTIONS", 8)
-    async with FeedServer(":memory:") as feed:
-        host, _, port = feed.url.removeprefix("http://").partition(":")
-        idle = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0)) for _ in range(12)]
-        async with asyncio.timeout(30):
-            refused = [await reader.read() for reader, _ in idle[4:]]
-        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"too many connections" in reply for reply in refused)
-        async with httpx.AsyncClient(base_url=feed.url) as client:
-            assert (await client.get("/status")).status_code == 200
-            for _, writer in idle:
-                writer.close()
-            for _, writer in idle:
-                await writer.wait_closed()
-        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-        async with httpx.AsyncClient(base_url=feed.url, transport=elsewhere) as client:
-            assert (await client.get("/status")).status_code == 200, "closed connections do not count"
-
-
 def becomes_closed(port: int) -> bool:
     """Waits until this process has no connection to that port. Returns False if it still has one after 30 s."""
     ends = time.monotonic() + 30
@@ -370,6 +331,7 @@ async def test_each_request_needs_a_token(tmp_path: Path) -> None:
                 assert "Authorization: Bearer TOKEN" in reply.json()["message"]
         assert (await client.post("/scored_data", content=b"x" * 100_000)).status_code == 401
         assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "the password of a URL is a token"
+        assert (await client.get("/status", auth=("any", TOKEN), headers={"Host": "feed.example"})).status_code == 200
         assert (await client.get("/status", auth=(TOKEN, "wrong"))).status_code == 401
         for token in (TOKEN, OLD_TOKEN):
             assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
@@ -478,61 +440,37 @@ async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_exception_of_on_event_does_not_reach_the_client(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(event: object) -> None:
-        raise ValueError("no room for it")
-
-    async with serving(on_event=fail) as client:
-        assert (await client.post("/register", json=REGISTRATION)).status_code == 200
-    assert "on_event has failed" in caplog.text
-    assert "no room for it" in caplog.text
-
-
-@pytest.mark.asyncio
 async def test_an_internal_error_is_answered_and_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: RunState, env_id: int) -> None:
         raise ZeroDivisionError
 
+    def tell(event: object) -> None:
+        raise ValueError("no room for it")
+
     monkeypatch.setattr(RunState, "status_env", fail)
-    async with serving() as client:
+    async with serving(on_event=tell) as client:
         await begin(client)
         reply = await client.request("GET", "/status-env", json={"env_id": 0})
         assert (reply.status_code, reply.json()["message"]) == (500, "internal error of this server; see its log")
         assert (await client.get("/info")).json()["batch_size"] == 4, "the server goes on"
     assert "ZeroDivisionError" in caplog.text
+    assert "on_event has failed" in caplog.text, "and its clients get their answers"
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Referer": "http://evil.example/page"}, 403),
-        ({"Host": "feed:8000", "Origin": "http://feed:8000"}, 200),
-        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
-        ({"Host": "127.0.0.1.evil.example"}, 403),
-        ({"Host": "Feed.example.org.:80"}, 200),
-        ({"Host": "[::1]:8000"}, 200),
-    ],
-    ids=str,
-)
-async def test_requests_of_web_pages_are_refused(headers: dict[str, str], status: int) -> None:
+async def test_requests_of_web_pages_are_refused() -> None:
     """Also of a page whose name points to this machine, so that its requests have the same origin as the server."""
     async with serving(hosts=["feed.example.org"]) as client:
-        assert (await client.get("/status", headers=headers)).status_code == status
-
-
-@pytest.mark.asyncio
-async def test_with_a_token_the_server_may_have_any_name(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    async with serving(token_file=token) as client:
-        assert (await client.get("/status", auth=("any", TOKEN), headers={"Host": "feed.example"})).status_code == 200
+        for headers, status in (
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+            ({"Host": "feed:8000", "Origin": "http://feed:8000"}, 200),
+            ({"Host": "Feed.example.org.:80"}, 200),
+        ):
+            assert (await client.get("/status", headers=headers)).status_code == status, headers
 
 
 @pytest.mark.asyncio
@@ -629,23 +567,6 @@ async def test_a_batch_that_can_never_be_formed_is_said_everywhere(caplog: pytes
 
 
 @pytest.mark.asyncio
-async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving() as client:
-        numbers = [(await client.post("/register", json=REGISTRATION)).json()["registration"] for _ in range(2)]
-        assert numbers == [1, 2]
-        await client.post("/scored_data_list", json=[GROUP, GROUP])
-        for _ in range(2):
-            old = await client.get("/batch?step=1&registration=1")
-        assert caplog.text.count("a request for a batch is refused: this trainer has registration 1") == 1
-        assert (old.status_code, old.json()["status"]) == (409, "error")
-        assert "another trainer has registered since" in old.json()["message"]
-        assert (await client.post("/register?registration=1", json=REGISTRATION)).status_code == 409
-        assert (await client.get("/batch?step=1&registration=2")).json()["step"] == 1
-        reply = await client.post("/register?registration=9", json=REGISTRATION)
-        assert reply.json()["registration"] == 10, "the server had lost its store"
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
 async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
     async with FeedServer(":memory:", listen=listen) as feed:
@@ -655,30 +576,23 @@ async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("start", "named"),
-    [
-        (2, "resumes at step 2; the batches up to step 4 come again"),
-        (
-            3,
-            "resumes at step 3, and not at step 2, up to which batches were saved; the batches up to step 4 come",
-        ),
-        (4, "resumes at step 4, and not at step 2, up to which batches were saved. If"),
-        (1, "resumes at step 1, and not at step 2, up to which batches were saved. If"),
-        (9, "resumes at step 9, and not at step 2, up to which batches were saved. If"),
-    ],
-)
-async def test_a_trainer_that_resumes_at_another_step_than_it_saved_is_named(
-    start: int, named: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_trainer_that_resumes_at_another_step_than_it_saved_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    other = ", and not at step 2, up to which batches were saved"
+    again = "; the batches up to step 4 come again"
     async with serving() as client:
         number = (await client.post("/register", json=REGISTRATION)).json()["registration"]
         for step in range(1, 5):
             await client.post("/scored_data_list", json=[GROUP, GROUP])
             reply = await client.get("/batch", params={"step": step, "saved": min(step - 1, 2), "registration": number})
             assert reply.json()["step"] == step
-        again = REGISTRATION | {"starting_step": 4}
-        await client.post("/register", json=again, params={"registration": number})
+        await client.post("/register", json=REGISTRATION | {"starting_step": 4}, params={"registration": number})
         assert "resumes" not in caplog.text, "it has only lost its connection"
-        await client.post("/register", json=REGISTRATION | {"starting_step": start})
-    assert caplog.text.count(named) == 1
+        for start, named in (
+            (2, again),
+            (3, other + again),
+            (4, f"{other}. If"),
+            (1, f"{other}. If"),
+            (9, f"{other}. If"),
+        ):
+            await client.post("/register", json=REGISTRATION | {"starting_step": start})
+            assert caplog.text.count(f"resumes at step {start}{named}") == 1

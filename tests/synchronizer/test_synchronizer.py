@@ -13,13 +13,7 @@ import torch
 
 from averaging import ClosedError, ConfigError, StateError, TensorError
 from averaging.errors import WaitTimeoutError
-from averaging.rl.synchronizer import (
-    RunningStatus,
-    Synchronizer,
-    SynchronizerConfig,
-    WeightReceiver,
-    WeightSender,
-)
+from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, WeightReceiver, WeightSender
 from averaging.rl.synchronizer import synchronizer as synchronizing
 from averaging.rl.synchronizer.synchronizer import LATEST_FILE, VERSION_FILE
 from averaging.testing import virtual_time
@@ -55,27 +49,6 @@ class Module:
 
 def state(value: float = 0.0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((2, 3), value), "b": torch.full((2,), value, dtype=torch.bfloat16)}
-
-
-@simulated
-async def test_an_explorer_gets_each_version() -> None:
-    async with Synchronizer(state_dict=state()) as synchronizer:
-        await synchronizer.set_trainer_status(RUNNING)
-        await synchronizer.set_explorer_status(RUNNING)
-        assert synchronizer.get_model_state_dict()[1] == 0
-        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
-        await asyncio.sleep(1)
-        assert synchronizer.explorer_requires_sync()
-        weights = state(1.0)
-        assert await synchronizer.set_model_state_dict(weights, 1) == 1
-        weights["w"].fill_(9.0)  # the trainer goes on
-        assert await waiting == 1
-        found, version = synchronizer.get_model_state_dict()
-        assert isinstance(found, dict)
-        assert (found["w"].mean().item(), version) == (1.0, 1)
-        assert await synchronizer.get_state_dict_meta() == [("w", "float32", (2, 3)), ("b", "bfloat16", (2,))]
-        assert [name for name, _ in synchronizer.get_model_state_dict_iterator()] == ["w", "b"]
-        assert not synchronizer.explorer_requires_sync()
 
 
 @simulated

@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from averaging import Peer, TLSFiles
-from averaging.errors import (
-    CallRefusedError,
-    ConfigError,
-    WorkerError,
-)
+from averaging.errors import CallRefusedError, ConfigError, WorkerError
 from averaging.rl.workers import (
     Average,
     Compute,
@@ -60,12 +56,7 @@ class Site:
         self, name: str, credentials: Credentials | None = None, save_folder: Path | None = None, **backends: Any
     ) -> None:
         worker = ModelWorker(
-            name,
-            backends,
-            listen="127.0.0.1:0",
-            dataset=dataset(),
-            credentials=credentials,
-            save_folder=save_folder,
+            name, backends, listen="127.0.0.1:0", dataset=dataset(), credentials=credentials, save_folder=save_folder
         )
         thread = EventLoopThread(worker, name)
         self._stack.callback(thread.close)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -162,41 +161,6 @@ def test_hooks_run_in_order() -> None:
         second = [*step, "actor.average", "actor.save", "actor.offload"]
         assert site.log.kinds("a0") == ["actor.initialize", *step, "actor.offload", *second]
         assert ("a0", "actor.save", "/saved/ckpt/2") in site.log.lines
-
-    simulate(scenario)
-
-
-@pytest.mark.parametrize("arrivals", list(itertools.permutations(["actor", "critic", "reward"])))
-def test_requests_that_arrive_in_opposite_order_run_in_the_same(arrivals: tuple[str, ...]) -> None:
-    """Each worker holds all models, whose calls would meet in a collective."""
-
-    async def scenario(site: Site) -> None:
-        meeting = {name: asyncio.Barrier(2) for name in arrivals}
-
-        class Collective(Recorded):
-            async def inference(self, batch: SampleBatch, step: int) -> dict[str, Any]:
-                self.note("inference")
-                async with asyncio.timeout(60.0):
-                    await meeting[self.shard.model].wait()
-                return {}
-
-        for worker in ("w0", "w1"):
-            await site.start(worker, **{name: Collective(worker, site.log) for name in arrivals})
-        models = tuple(Model(name, ("w0", "w1")) for name in arrivals)
-        calls = (Call("all", "actor", "inference", ("prompt",), ("x",)),)
-        async with site.master(Plan(site.endpoints, models, calls, 2, ("prompt",))) as (client, runner):
-            await runner.initialize()
-            ids = []
-            for rank, order in ((0, arrivals), (1, tuple(reversed(arrivals)))):
-                mesh = {"actor": 2, "critic": 2, "reward": 1}
-                ids += [
-                    post(client, f"{name}@dp{rank}-tp0-pp0", Handle.INFERENCE, name, mesh=mesh[name]) for name in order
-                ]
-            client.request(["w0", "w1"], Handle.FLUSH)
-            await client.gather(ids)
-        expected = ["reward.inference", "actor.inference", "critic.inference"]
-        for worker in ("w0", "w1"):
-            assert site.log.kinds(worker)[3:] == expected
 
     simulate(scenario)
 

@@ -8,15 +8,7 @@ are too old; pure), `database` (the run on disk), `server` (what all requests mu
 `clients` (the trainer's and the environment's side).
 """
 
-from averaging.rl.feed.clients import (
-    Batch,
-    BatchFeed,
-    Connection,
-    FeedEnvironment,
-    message_in,
-    retry_pauses,
-    split_url,
-)
+from averaging.rl.feed.clients import Batch, BatchFeed, Connection, FeedEnvironment, message_in, retry_pauses, split_url
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,

@@ -21,7 +21,6 @@ from averaging.rl.feed.messages import UNKNOWN, RegisterEnv, Registration
 
 MIN_ENV_WEIGHT = 0.01  # lower bound of `env_weight`, so that no environment starves
 MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024  # environments of a run, and groups in the buffer of one of them
-MOST_STALE = 8  # environments whose stale groups the status names
 # After so many reports a group must not be ahead of the trainer. The first one may have been sent before its arrival.
 REPORTS_UNTIL_KNOWN = 2
 
@@ -468,8 +467,3 @@ class RunState:
 
     def silent_environments(self) -> list[str]:
         return [env.name for env in self.envs if env.silent]
-
-    def stale_environments(self) -> dict[str, int]:
-        """Returns how many groups of which environments did not fit, of the `MOST_STALE` environments with most."""
-        most = [(env, count) for env, count in self.stale.most_common() if env is not None]
-        return {self.envs[env].name: count for env, count in most[:MOST_STALE]}

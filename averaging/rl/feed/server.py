@@ -28,15 +28,7 @@ from averaging.common import HostQuota, is_count, loopback_here
 from averaging.errors import ConfigError, FeedError, printable
 from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import WRITE_RETRY_SECONDS, Database
-from averaging.rl.feed.messages import (
-    MAX_STEP,
-    EnvIdentifier,
-    Post,
-    RegisterEnv,
-    Registration,
-    ScoredData,
-    decode,
-)
+from averaging.rl.feed.messages import MAX_STEP, EnvIdentifier, Post, RegisterEnv, Registration, ScoredData, decode
 from averaging.rl.feed.run_state import CommandEvent, NoTrainerError, RunState
 
 logger = logging.getLogger(__name__)
@@ -176,12 +168,8 @@ class Routes:
     async def _status(self, request: Request, body: bytearray) -> Response:
         def status(database: Database) -> dict[str, Any]:
             state = database.state
-            found: dict[str, Any] = {
-                "warning": state.warning(),
-                "silent_environments": state.silent_environments(),
-                "stale_groups": state.stale.total(),
-                "stale_environments": state.stale_environments(),
-            }
+            warning, silent, stale = state.warning(), state.silent_environments(), state.stale.total()
+            found = {"warning": warning, "silent_environments": silent, "stale_groups": stale}
             told = {name: value for name, value in found.items() if value}
             return {"current_step": state.run.step, "queue_size": len(state.queue), **told, **_versions(state)}
 

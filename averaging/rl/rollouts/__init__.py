@@ -10,10 +10,4 @@ that bring none), `runner` (groups, their way to the feed, and what is counted a
 from averaging.rl.rollouts.runner import ROLLOUT_METRICS, Rollouts, RolloutTally
 from averaging.rl.rollouts.samples import RolloutOptions, TruncatedMode
 
-__all__ = [
-    "ROLLOUT_METRICS",
-    "RolloutOptions",
-    "RolloutTally",
-    "Rollouts",
-    "TruncatedMode",
-]
+__all__ = ["ROLLOUT_METRICS", "RolloutOptions", "RolloutTally", "Rollouts", "TruncatedMode"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -49,7 +48,6 @@ class VerifiersEnvironment:
             self._env: Env = vf.load_environment(_config(name, arguments or {}))
         except Exception as error:  # what an environment's own code raises
             raise ConfigError(f"the environment {name!r} cannot be loaded: {_described(error)}; {HINT}") from error
-        self._check_tools()
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Rollouts are made while it is entered."""
@@ -80,18 +78,6 @@ class VerifiersEnvironment:
         if not sequences:
             raise RolloutError("empty", "the model has written nothing that is to be trained")
         return sequences
-
-    def _check_tools(self) -> None:
-        """The agent of this package has no tools, which verifiers would say with each rollout."""
-        taskset = self._env.taskset
-        tools = [*taskset.toolsets(taskset.config), *type(taskset).task_type().toolsets(taskset.config.task)]
-        seats = [seat for seat, harness in self._env.config.agent_harnesses().items() if harness.id == CHAT]
-        if tools and seats:
-            example = json.dumps({seats[0]: {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}})
-            raise ConfigError(
-                f"the environment {self.name!r} has tools, so it needs an agent that uses them; for example "
-                f"--environment-args '{example}'"
-            )
 
 
 def model_context(

@@ -124,10 +124,7 @@ READY_TO_NCCL_SYNC = SynchronizerMethod[int | None](
 # The arguments of each command in the order of the module's method, and its results as fields of a `ModuleReply`.
 COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "get_weight_sync_info": ((), ("master_address", "master_port", META)),
-    "setup_weight_sync_group": (
-        ("master_address", "master_port", "world_size", "group_name", "timeout", "rank"),
-        (),
-    ),
+    "setup_weight_sync_group": (("master_address", "master_port", "world_size", "group_name", "timeout", "rank"), ()),
     "set_state_dict_meta": ((META,), ()),
     "teardown_weight_sync_group": ((), ()),
 }

@@ -281,35 +281,31 @@ class WorkerLink:
         broken = loop.time()
         try:
             while True:
-                reason, final = await self._attempt()
+                self.refusal, is_lost = None, False
+                try:
+                    reason = await self._stay_attached()
+                except WorkerError as error:
+                    reason, is_lost, self.refusal = str(error), True, error
+                except (AveragingError, TimeoutError) as error:
+                    reason = str(error)
+                    is_lost = not isinstance(error, PeerUnreachableError) or error.refused
+                    if isinstance(error, CallRefusedError) and error.cause is RefusalCause.UNAUTHENTICATED:
+                        reason += "; give the master the credentials of its workers"
+                    if isinstance(error, TransportError) and error.definite:
+                        self.refusal = WorkerError(self.worker, f"{self.worker} cannot be reached: {reason}", lost=True)
                 if self.inventory is not None:
                     broken = loop.time()
                     logger.info("the call to %s has ended: %s", self.worker, reason)
                 self.reason, self.inventory, self.session = reason, None, ""
-                if final or loop.time() - broken > self._client.stall_timeout:
+                if is_lost or loop.time() - broken > self._client.stall_timeout:
                     self._lose(reason)
                 self._notify()
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
             await self._channel.close()
 
-    async def _attempt(self) -> tuple[str, bool]:
-        """Attaches until the call ends. Returns why it has ended, and whether the worker is lost at once."""
-        self.refusal = None
-        try:
-            return await self._stay_attached(), False
-        except WorkerError as error:
-            self.refusal = error
-            return str(error), True
-        except (AveragingError, TimeoutError) as error:
-            reason = str(error)
-            if isinstance(error, CallRefusedError) and error.cause is RefusalCause.UNAUTHENTICATED:
-                reason += "; give the master the credentials of its workers"
-            if isinstance(error, TransportError) and error.definite:
-                self.refusal = WorkerError(self.worker, f"{self.worker} cannot be reached: {reason}", lost=True)
-            return reason, not isinstance(error, PeerUnreachableError) or error.refused
-
     async def _stay_attached(self) -> str:
+        """Attaches until the call ends, and returns why it has ended."""
         client = self._client
         placement = pack(client.plan.placement_of(self.worker))
         request = Attach(master=client.name, worker=self.worker, placement=placement)
