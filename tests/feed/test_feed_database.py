@@ -199,18 +199,6 @@ def test_groups_posted_before_the_trainer_registers_are_kept() -> None:
     assert names(found[2]) == [0, 1]
 
 
-def test_environments_wait_for_the_first_request_of_a_batch() -> None:
-    database = open_database()
-    assert register_env(database, environment()) == -1
-    database.register(registration())
-    assert register_env(database, environment()) == -1
-    database.batch(None, None, 0.0)
-    assert [register_env(database, environment()) for _ in range(2)] == [0, 1]
-    assert [env.name for env in database.state.envs] == ["e_0", "e_1"]
-    with pytest.raises(FeedError, match="group_size 8 is above the run's batch_size 4"):
-        register_env(database, environment(8))
-
-
 def test_smaller_groups_wait_until_they_add_up() -> None:
     database = running()
     register_env(database, environment(4))

@@ -77,25 +77,6 @@ def test_one_process_iterates_to_the_end(feed: Feed) -> None:
     assert [f for f in group.__struct_fields__ if getattr(group, f) is None]
 
 
-def test_three_ranks_get_the_same_batch_for_the_same_step(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    ranks = start(stack, 3, tmp_path / "ranks", feed.url, num_steps=4)
-    for rank in ranks:
-        rank.send("next")  # environments can register from the first request on
-    posted(feed.url, *range(8))
-    batches = all_expect(ranks, "batch")
-    assert batches[0] == batches[1] == batches[2]
-    assert (batches[0]["step"], names_of(batches[0])) == (1, [0, 1])
-    for number in range(2, 5):
-        batch = step(ranks)
-        assert (batch["step"], names_of(batch)) == (number, [2 * number - 2, 2 * number - 1])
-    for rank in ranks:
-        rank.send("next")
-    assert {event["step"] for event in all_expect(ranks, "end")} == {4}
-    for rank in ranks:
-        rank.send("leave")
-    assert [rank.wait() for rank in ranks] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("dead", rest_is_long([0, 1, 2]))
 def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     ranks = start(stack, 3, tmp_path / "ranks", feed.url)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from averaging.rl.synchronizer import RemoteSynchronizer, Synchronizer
 from tests.docs.test_grpcurl_page import ADDRESS, PROGRAMS, SYNCHRONIZER, agrees, cases_of
+from tests.support.forking import ForkedProcess
 from tests.support.pages import ROOT, blocks_of
 from tests.support.ports import free_address
 from tests.support.processes import DEADLINE
@@ -36,14 +36,15 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     endpoint = free_address()
     (folder / script.title).write_text(script.text.replace(ADDRESS, endpoint))
     assert SERVE[0] == f"python {script.title}"
-    command = [sys.executable, script.title]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=None) as process:
-        try:
-            assert process.stdout is not None
-            assert "the synchronizer is at" in process.stdout.readline()
-            yield endpoint
-        finally:
-            process.kill()
+    process = ForkedProcess(script.title, env=None, directory=folder)
+    try:
+        assert "the synchronizer is at" in process.stdout.readline()
+        yield endpoint
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
 
 
 @pytest.mark.parametrize(("command", "expected"), CASES, ids=lambda value: value[-70:])

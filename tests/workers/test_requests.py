@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,9 +192,6 @@ def test_what_is_no_request() -> None:
         unpack(pack(Compute("c", "actor", inputs=["x"] * 257)), Compute)
     with pytest.raises(ProtocolViolationError, match="is no Payload"):
         unpack(b"\x81\xa1x" + b"\x91" * 100_000, Payload)
-
-
-@pytest.mark.parametrize("eta", [-0.1, 1.1, float("nan"), float("inf")])
-def test_a_share_of_parameters_out_of_range_is_refused(eta: float) -> None:
-    with pytest.raises(ProtocolViolationError, match="is no Realloc"):
-        unpack(msgspec.msgpack.encode(Realloc("t", "actor", "ref", eta)), Realloc)
+    for eta in (-0.1, 1.1, float("nan"), float("inf")):
+        with pytest.raises(ProtocolViolationError, match="is no Realloc"):
+            unpack(pack(Realloc("t", "actor", "ref", eta)), Realloc)

@@ -8,7 +8,7 @@ import pytest
 
 from averaging.errors import ConfigError
 from averaging.rl.workers import Average, Call, Model, ParamRealloc, Topology
-from averaging.rl.workers.plan import ModelShardID, levels_of
+from averaging.rl.workers.plan import levels_of
 from tests.workers.backends import ppo
 
 WORKERS = {"a": "127.0.0.1:1", "b": "127.0.0.1:2", "c": "127.0.0.1:3"}
@@ -18,12 +18,8 @@ def names(levels: list[list[Call]]) -> list[list[str]]:
     return [[call.name for call in level] for level in levels]
 
 
-def test_the_graph_of_ppo_has_three_levels() -> None:
-    """Although the plan lists the calls in another order."""
-    assert names(ppo(WORKERS, ["a"], ["b"]).levels) == [["actor_gen"], ["rew_inf"], ["actor_train"]]
-
-
 def test_calls_that_need_nothing_of_each_other_share_a_level() -> None:
+    assert names(ppo(WORKERS, ["a"], ["b"]).levels) == [["actor_gen"], ["rew_inf"], ["actor_train"]]
     calls = (
         Call("critic_train", "critic", "train_step", ("answer", "reward", "value")),
         Call("actor_train", "actor", "train_step", ("answer", "reward", "ref")),
@@ -98,14 +94,6 @@ def test_the_shards_of_a_model() -> None:
         Model("actor", ("a", "b"), topology)
     with pytest.raises(ConfigError, match="at least one rank"):
         Topology(dp=0)
-
-
-def test_requests_are_routed_by_name() -> None:
-    plan = ppo(WORKERS, ["a", "b"], ["c"])
-    assert plan.worker_of("c") == "c"
-    assert plan.worker_of(str(ModelShardID("actor", 1))) == "b"
-    with pytest.raises(ConfigError, match="'critic@dp0-tp0-pp0' is neither a worker nor a shard of the plan"):
-        plan.worker_of("critic@dp0-tp0-pp0")
 
 
 def test_mistakes_in_a_plan() -> None:

@@ -55,8 +55,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A request under way at one worker: a call for some samples, or only hooks or a flush."""
+    """A request under way at one worker: a call for some samples, or only hooks."""
 
+    request: str  # its id
     worker: str
     call: Call | None = None
     ids: Sequence[str] = ()
@@ -182,27 +183,25 @@ class StepRunner:
 
     async def _run_level(self, calls: Sequence[Call], lengths: Mapping[str, int], step: int) -> _Stats:
         """Runs the calls of one level for samples with these lengths. Returns the statistics by call."""
-        waiting: dict[str, _Job] = {}
+        jobs: list[_Job] = []
         numbers: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         try:
             for call in calls:
-                self._post_call(call, lengths, step, waiting)
-            workers = sorted({job.worker for job in waiting.values()})
-            waiting |= zip(self._client.request(workers, Handle.FLUSH), map(_Job, workers), strict=True)
-            while waiting:
-                reply = await self._client.poll_async(waiting)
-                job = waiting.pop(reply.request_id)
-                if job.call is not None:
-                    computed = convert(reply.data, Computed)
-                    self._tracker.add(job.worker, job.ids, job.call.inputs)
-                    self._tracker.replace(job.worker, job.ids, computed.keys)
-                    for name, number in computed.stats.items():
-                        numbers[job.call.name][name].append(number)
+                self._post_call(call, lengths, step, jobs)
+            flushes = self._client.request(sorted({job.worker for job in jobs}), Handle.FLUSH)
+            replies = await self._client.gather([*(job.request for job in jobs), *flushes])
         finally:
-            self._client.forget(waiting)
+            self._client.forget(job.request for job in jobs)
+        for job, reply in zip(jobs, replies, strict=False):  # behind them are those to the flushes
+            if job.call is not None:
+                computed = convert(reply.data, Computed)
+                self._tracker.add(job.worker, job.ids, job.call.inputs)
+                self._tracker.replace(job.worker, job.ids, computed.keys)
+                for name, number in computed.stats.items():
+                    numbers[job.call.name][name].append(number)
         return {call: {name: fmean(values) for name, values in stats.items()} for call, stats in numbers.items()}
 
-    def _post_call(self, call: Call, lengths: Mapping[str, int], step: int, waiting: dict[str, _Job]) -> None:
+    def _post_call(self, call: Call, lengths: Mapping[str, int], step: int, jobs: list[_Job]) -> None:
         """Posts a call to all shards of its model, with the transfers that it needs."""
         model = self._plan.by_name[call.model]
         ids_of = balance(lengths, model.layout.dp)
@@ -217,7 +216,7 @@ class StepRunner:
                 request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [own]
             for hook, name in hooks:
                 self._add_hook(request, hook, shard, name, step)
-            waiting[self._client.post(request)] = _Job(worker, call, ids)
+            jobs.append(_Job(self._client.post(request), worker, call, ids))
         # The model of a `param_realloc` that makes no call itself only runs the hook.
         for hook, name in hooks:
             if isinstance(hook, ParamRealloc):
@@ -227,7 +226,7 @@ class StepRunner:
                     data = Compute(f"{call.name}/{other.name}", other.name, other.layout.size, step)
                     request = self._client.new(str(shard), Handle.EMPTY, data)
                     self._add_hook(request, hook, shard, name, step)
-                    waiting[self._client.post(request)] = _Job(worker)
+                    jobs.append(_Job(self._client.post(request), worker))
 
     def _add_hook(self, request: Payload, hook: Hook, shard: ModelShardID, transfer: str, step: int) -> None:
         data: Any = None
@@ -374,7 +373,7 @@ class MasterWorker:
         """Waits for the replies to these requests.
 
         Raises:
-            WorkerError: A request has failed, or its worker is lost. The replies to the others are dropped.
+            WorkerError: At once if a request has failed, or its worker is lost. Replies to the others are dropped.
             TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
         """
         return self._thread.run(self._client.gather(ids, timeout))

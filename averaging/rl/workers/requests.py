@@ -512,13 +512,17 @@ class RequestClient:
                 raise ConfigError(f"there is no request {request_id!r}, or its reply was taken already")
         waiting = [self._sent[request_id] for request_id in ids]
         if waiting:
-            await asyncio.wait([sent.outcome for sent in waiting], timeout=timeout)
-        if missing := [sent.worker for sent in waiting if not sent.outcome.done()]:
-            workers = ", ".join(sorted(set(missing)))
-            raise TimeoutError(f"{len(missing)} of {len(ids)} replies are missing: of {workers}")
-        for request_id in ids:
-            self._sent.pop(request_id, None)
-        return [sent.outcome.result() for sent in waiting]
+            outcomes = [sent.outcome for sent in waiting]
+            await asyncio.wait(outcomes, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        done = [sent.outcome for sent in waiting if sent.outcome.done()]
+        failure = next((error for outcome in done if (error := outcome.exception()) is not None), None)
+        if failure is None and len(done) < len(waiting):
+            workers = ", ".join(sorted({sent.worker for sent in waiting if not sent.outcome.done()}))
+            raise TimeoutError(f"{len(waiting) - len(done)} of {len(ids)} replies are missing: of {workers}")
+        self.forget(ids)
+        if failure is not None:
+            raise failure
+        return [outcome.result() for outcome in done]
 
     def poll(self, ids: Collection[str] | None = None) -> Payload | None:
         arrived = (name for name, sent in self._sent.items() if sent.outcome.done() and (ids is None or name in ids))
