@@ -11,7 +11,6 @@ from averaging.common.addresses import (
     address_for_others,
     apart,
     are_same,
-    check_proxy,
     chosen_proxy,
     client_name,
     covers,
@@ -76,12 +75,6 @@ from averaging.common.options import (
     texts,
     unknown_option,
     whole,
-)
-from averaging.common.proxies import (
-    chosen_proxy,
-    ignored_proxies,
-    proxy_for,
-    shown_proxy,
 )
 from averaging.common.safe_msgpack import (
     MAX_NAMES,

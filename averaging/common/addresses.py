@@ -321,8 +321,15 @@ IGNORED = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 """Variables of other programs, in lower or upper case."""
 
 
-def check_proxy(url: str) -> str:
-    """Returns `url`, or raises a ConfigError without the password in it."""
+def chosen_proxy(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the URL of the proxy in `AVERAGING_PROXY`, if there is one.
+
+    Raises:
+        ConfigError: it is none; the message does not repeat the password in it.
+    """
+    url = environ.get(PROXY_VARIABLE)
+    if not url:
+        return None
     try:
         parts = urlsplit(url)
         valid = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and not parts.path.strip("/")
@@ -331,21 +338,9 @@ def check_proxy(url: str) -> str:
     if not valid or not url.isprintable() or len(url) > 1024:
         scheme, separator, _ = url.rpartition("@")[0].partition("://")
         shown = f"{scheme}{separator}{url.rpartition('@')[2]}"[:100] if separator else url.rpartition("@")[2][:100]
-        raise ConfigError(
-            f"{shown!r} is not an HTTP proxy; give http://HOST:PORT or http://USER:PASSWORD@HOST:PORT of one that "
-            "allows CONNECT"
-        )
+        form = "give http://HOST:PORT or http://USER:PASSWORD@HOST:PORT of one that allows CONNECT"
+        raise ConfigError(f"{PROXY_VARIABLE}: {shown!r} is not an HTTP proxy; {form}")
     return url
-
-
-def chosen_proxy(proxy: str | None = None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the URL of the proxy that the user has asked for, by the option or else by `AVERAGING_PROXY`, if any."""
-    if proxy is not None or not environ.get(PROXY_VARIABLE):
-        return proxy
-    try:
-        return check_proxy(environ[PROXY_VARIABLE])
-    except ConfigError as error:
-        raise ConfigError(f"{PROXY_VARIABLE}: {error}") from None
 
 
 def proxy_for(host: str, proxy: str | None) -> str | None:

@@ -20,8 +20,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
-from averaging.common.addresses import parse_address
-from averaging.common.proxies import PROXY_VARIABLE
+from averaging.common.addresses import PROXY_VARIABLE, parse_address
 from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
 from averaging.errors import ConfigError
 

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from averaging import DecentralizedAverager
 from averaging.receipts import Drift, DriftKind
 from tests.strategies.test_one_origin_simulated import scenario
-from tests.support.training_run import STRATEGIES, Run, Site
+from tests.support.selection import rest_is_long
+from tests.support.training_run import Run, Site
 
 ODD = "peer-2:1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from averaging.common.sanitize import duration
+from averaging.common.safe_msgpack import duration
 from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt
 from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
 from tests.receipts.made import A, B, C, D, receipt

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.cli import main
-from averaging.common.proxies import chosen_proxy, proxy_for
+from averaging.common.addresses import chosen_proxy, proxy_for
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA
 from averaging.transport.grpc.channels import Channels
