@@ -40,9 +40,9 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 class Contribution:
     """What a member's strategy says of its contribution to a round, besides its tensors and their weight."""
 
-    samples: Annotated[float, Meta(ge=0, le=MAX_SAMPLES)] = 0.0  # behind the contribution, or what counts as such
+    samples: Annotated[float, Meta(ge=0, le=MAX_SAMPLES)] | None = None  # behind it, or what counts as such
     unit: Text = ""  # of the weight; empty if it is a plain number
-    steps: Count = 0  # local steps in the contribution
+    steps: Count | None = None  # local steps in the contribution
     age: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None  # global steps that it is late; None without a quorum
     discount: Annotated[float, Meta(gt=0, le=1)] | None = None  # factor of its weight because of that
     holds: bool = True  # whether the member holds the state that the round changes, so that it can keep the result

@@ -249,12 +249,11 @@ class Strategy(ABC):
 
     # Moments of the run's clock
 
-    def _due(self, training: StrategyContext, topic: Topic, phase: str = "") -> Due | None:
-        """The round of a topic, if it is due; called at the leader of a site."""
+    def _due(self, training: StrategyContext, topic: Topic, seen: Mapping[str, bytes], phase: str = "") -> Due | None:
+        """The round of a topic, if it is due by what the others announce; called at the leader of a site."""
         schedule = self._schedule
         if schedule is None:
             return None
-        seen = training.announcements.of_others(wait=False)
         self.check_terms(training, seen)
         until = training.announcements.declared_until(topic, phase)
         if not schedule.interval:

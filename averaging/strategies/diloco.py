@@ -348,14 +348,18 @@ class DiLoCo(LockstepStrategy):
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
         downloads = is_behind and wanted and not (follows and self._attendance.timeliness is Timeliness.REBASED)
-        seen = training.announcements.of_others(wait=False)
-        holders, count = set(others.together) - set(find_late(self.history, seen)), self._quorum_count(training, seen)
-        obstacle = f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {self.history.step}"
-        obstacle += f", not {listed(sorted(seen.keys() - holders))}"
-        if 1 + len(holders) >= count or self._training_peers(seen) == 1:
-            obstacle = ""
+        obstacle = self._obstacle(training, others) if due is not None or self._attendance.owed else ""
         downloads = downloads or self._downloads.busy
         return _Look(others, due, newest if follows else None, downloads, began, obstacle)
+
+    def _obstacle(self, training: StrategyContext, others: Others) -> str:
+        seen = training.announcements.at_leader(wait=False)
+        holders, count = set(others.together) - set(find_late(self.history, seen)), self._quorum_count(training, seen)
+        if 1 + len(holders) >= count or self._training_peers(seen) == 1:
+            return ""
+        missing = listed(sorted(seen.keys() - holders))
+        held = f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {self.history.step}"
+        return f"{held}, not {missing}"
 
     def _begin_late(self, training: StrategyContext, target: History) -> None:
         """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
@@ -457,9 +461,12 @@ class DiLoCo(LockstepStrategy):
 
     def _look(self, training: StrategyContext) -> tuple[Others, bool, Due | None]:
         """The other peers, whether this one is behind or may be, and its next round, if it is due."""
-        due = self._due(training, self._next_fragment.topic, self.history.phase)
-        # The others may have made the round since the last step; then this peer would wait for a group in vain.
-        others = self.present_others(training, wait=due is not None)
+        seen = training.announcements.at_leader(wait=False)
+        due = self._due(training, self._next_fragment.topic, seen, self.history.phase)
+        if due is not None:
+            # The others may have made the round since the last step; then this peer would wait for a group in vain.
+            seen = training.announcements.at_leader(wait=True)
+        others = self.others(training, seen)
         if due is not None and self._holds(training, self._next_fragment.topic):
             due = None
         return others, bool(others.ahead) or self._downloads.busy, due

@@ -240,14 +240,16 @@ class LocalSGD(Strategy):
     def _due_topic(self, training: StrategyContext) -> tuple[Topic | None, Due | None]:
         """What is averaged now, if a round is due; applies the result of the round before."""
         topic = self._topic or self._make_topic(training)
-        others, due = training.site.broadcast_from_leader(lambda: (self._claims(training), self._due(training, topic)))
+        others, due = training.site.broadcast_from_leader(lambda: self._look(training, topic))
         if others is not None and self.catch_up(training, others):
             return None, None
         if self._pending is not None:
             if not training.is_over(self._pending):
                 return None, None
             self._apply(training, self._pending)
-            due = training.site.broadcast_from_leader(lambda: self._due(training, topic))
+            due = training.site.broadcast_from_leader(
+                lambda: self._due(training, topic, training.announcements.at_leader(wait=False))
+            )
         if due is not None and self._averages_state(training):
             topic = self._current_topic(training, topic)
         return topic, due
@@ -261,13 +263,13 @@ class LocalSGD(Strategy):
         self._schedule.steps = count_in(user, "since")
         self._replaced, self._averaged_in = True, ""
 
-    def _claims(self, training: StrategyContext) -> Others | None:
-        announcements = training.announcements.of_others(wait=False)
-        if announcements is self._announcements and not self._downloads.busy:
-            return None
-        self._announcements = announcements
-        others = self.others(training, announcements)
-        return others if others.ahead or self._downloads.busy else None
+    def _look(self, training: StrategyContext, topic: Topic) -> tuple[Others | None, Due | None]:
+        """The other peers, if the state of one has to be taken over, and the round, if it is due."""
+        seen, others = training.announcements.at_leader(wait=False), None
+        if seen is not self._announcements or self._downloads.busy:
+            self._announcements, found = seen, self.others(training, seen)
+            others = found if found.ahead or self._downloads.busy else None
+        return others, self._due(training, topic, seen)
 
     def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress and adds its change."""

@@ -225,4 +225,4 @@ class LockstepStrategy(Strategy):
             )
         else:
             contributions = (Contribution.read(receipt.gathered[member]) for member in receipt.members)
-            self.history = self.history.after(receipt.group_id, sum(said.samples for said in contributions))
+            self.history = self.history.after(receipt.group_id, sum(said.samples or 0.0 for said in contributions))
