@@ -20,11 +20,11 @@ from tests.support.training_run import Run, Site
 ODD = "peer-2:1"
 
 
-def run_of(strategy: str, *, seed: int = 1, count: int = 4, until: float = 12.0, **odd: Any) -> Run:
+def run_of(strategy: str, *, count: int = 4, **odd: Any) -> Run:
     """Peers that start at the same moment and join the first; the last but one is another one."""
     names = [f"peer-{number}:1" for number in range(count)]
     sites = [Site(name, names[:1] if name != names[0] else [], 0.0, **(odd if name == ODD else {})) for name in names]
-    return Run(seed, strategy, sites, until=until)
+    return Run(1, strategy, sites, until=8.0)
 
 
 def drift_in(run: Run) -> set[tuple[str, str, str]]:
@@ -92,7 +92,7 @@ def test_peers_of_unequal_speed_with_one_schedule_are_equal(strategy: str) -> No
         Site(name, names[:1] if place else [], starts, step_seconds=seconds, scheduler=schedule)
         for place, (name, starts, seconds) in enumerate(zip(names, (0, 0, 5, 9), (0.5, 0.2, 1.7, 0.3), strict=True))
     ]
-    run = Run(3, strategy, sites, until=40.0)
+    run = Run(3, strategy, sites, until=24.0)
     assert len(run.simulate()) == 4
     assert drift_in(run) == set()
     assert any(receipt.averaged and len(receipt.members) == 4 for receipt in sites[3].receipts)

@@ -15,7 +15,7 @@ from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import StateError
 from averaging.receipts.status import Finish
 from tests.support.pages import ROOT, blocks_of
-from tests.support.training import PATIENCE, SGD, Run
+from tests.support.training import PATIENCE, SGD, Run, Start
 
 STRATEGIES: list[Callable[[], Strategy]] = [
     partial(LocalSGD, 3),
@@ -26,11 +26,8 @@ STRATEGIES: list[Callable[[], Strategy]] = [
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    run = Run()
-    yield run
-    for averager in run.averagers:
-        averager.close()
+def run(start: Start) -> Run:
+    return start()
 
 
 def normed(seed: int) -> nn.Module:

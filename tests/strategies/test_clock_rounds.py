@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
-from tests.support import training_run
 from tests.support.training_run import Noise, Run, Site, agree
 
 FIRST = "192.0.2.1:1"
@@ -38,16 +37,15 @@ def sites(*step_seconds: float, **options: Any) -> list[Site]:
     ]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy], peers: list[Site], until: float) -> list[Site]:
-    monkeypatch.setitem(training_run.STRATEGIES, "clock", lambda _: make())
-    return Run(0, "clock", peers, until=until, group_wait=5.0).simulate()
+def run(make: Callable[[], Strategy], peers: list[Site], until: float) -> list[Site]:
+    for peer in peers:
+        peer.strategy = make
+    return Run(0, "diloco", peers, until=until, group_wait=5.0).simulate()
 
 
 @pytest.mark.parametrize("kind", ["overlap", "diloco"])
-def test_peers_of_any_speed_average_at_the_same_moments_and_hardly_wait(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    peers = run(monkeypatch, MAKERS[kind], sites(0.1, 0.1, 1.0), until=65.0)
+def test_peers_of_any_speed_average_at_the_same_moments_and_hardly_wait(kind: str) -> None:
+    peers = run(MAKERS[kind], sites(0.1, 0.1, 1.0), until=65.0)
     assert len(peers) == 3
     for peer in peers:
         averaged = [receipt for receipt in peer.receipts if receipt.averaged]
@@ -60,8 +58,8 @@ def test_peers_of_any_speed_average_at_the_same_moments_and_hardly_wait(
     assert agree(peers)
 
 
-def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, other, slow = run(monkeypatch, MAKERS["local"], sites(0.1, 0.1, 16.0), until=120.0)
+def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval() -> None:
+    fast, other, slow = run(MAKERS["local"], sites(0.1, 0.1, 16.0), until=120.0)
     for peer in (fast, other):
         averaged = [receipt for receipt in peer.receipts if receipt.averaged]
         assert len(averaged) >= 10
@@ -69,12 +67,10 @@ def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval(monkeypa
     assert sum(receipt.averaged and len(receipt.members) == 3 for receipt in slow.receipts) >= 2
 
 
-def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged() -> None:
     peers = sites(0.1, 0.1, 0.1)
     peers[0].steps = 290.0  # it waits for the others, which average once more without it, and make no step after
-    for peer in run(monkeypatch, MAKERS["diloco"], peers, until=30.0):
+    for peer in run(MAKERS["diloco"], peers, until=30.0):
         assert peer.finish is not None
         assert peer.finish.dropped == 0
         assert peer.finish.receipt is not None
@@ -82,13 +78,11 @@ def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged(
     assert agree(peers)
 
 
-def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody_up() -> None:
     peers = sites(0.1, 0.1)
     # Its steps end at about 52, 77 and 102 s, the last one long before the others stop to wait for it.
     peers.append(Site("192.0.2.3:1", [FIRST], 27.0, step_seconds=25.0))
-    first, second, newcomer = run(monkeypatch, MAKERS["local"], peers, until=100.0)
+    first, second, newcomer = run(MAKERS["local"], peers, until=100.0)
     early = [receipt for receipt in first.receipts if receipt.averaged and receipt.started % 1000 < 47]
     assert len(early) >= 4
     assert all(receipt.phases["looking"] < 0.5 and len(receipt.members) == 2 for receipt in early[1:])
@@ -97,7 +91,7 @@ def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody
 
 @pytest.mark.parametrize("make", [lambda: LocalSGD("10s"), lambda: DiLoCo("10s", quorum=2)], ids=["local", "quorum"])
 def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy]
+    make: Callable[[], Strategy],
 ) -> None:
     """A schedule counts a peer's own local steps; a newcomer has those of its donor. So no rate counts as drift."""
     rates: dict[int, list[tuple[int, float]]] = {}
@@ -110,7 +104,7 @@ def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_
     peers.append(Site("192.0.2.4:1", [FIRST], 23.0, step_seconds=0.1, scheduler=halves))
     for number, peer in enumerate(peers):
         peer.tamper = partial(note, number)
-    trained = run(monkeypatch, make, peers, until=45.0)
+    trained = run(make, peers, until=45.0)
     assert agree(trained)
     for peer in trained:
         averaged = [receipt for receipt in peer.receipts if receipt.averaged]
@@ -129,13 +123,11 @@ def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_
         pytest.param(lambda: DiLoCo("10s", compression="top_k", density=0.5), 10, id="top_k"),
     ],
 )
-def test_peers_with_other_batch_sizes_weigh_as_many_samples(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy], seconds: int
-) -> None:
+def test_peers_with_other_batch_sizes_weigh_as_many_samples(make: Callable[[], Strategy], seconds: int) -> None:
     peers = sites(0.1, 1.0, options={"weight": "samples"})
     for peer, batch_size in zip(peers, (4, 32), strict=True):
         peer.learner = partial(TwoTensors, batch_size=batch_size)
-    fast, slow = run(monkeypatch, make, peers, until=65.0)
+    fast, slow = run(make, peers, until=65.0)
     averaged = [receipt for receipt in fast.receipts if receipt.averaged and len(receipt.members) == 2]
     assert len(averaged) >= 5
     for receipt in averaged[2:]:  # the first ones have what came before the peers met

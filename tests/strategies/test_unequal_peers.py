@@ -13,9 +13,8 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import ConfigError, StateError
-from tests.support import training_run
 from tests.support.training import SGD, Start, model_of, step
-from tests.support.training_run import Site, agree
+from tests.support.training_run import Noise, Run, Site, agree
 
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {
     "local": LocalSGD,
@@ -69,14 +68,12 @@ def test_options_that_all_peers_share_are_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["local", "diloco"])
-def test_numbers_of_steps_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    made = iter([STRATEGIES[kind](4), STRATEGIES[kind](8)])
-    monkeypatch.setitem(training_run.STRATEGIES, "unequal", lambda _: next(made))
+def test_numbers_of_steps_may_differ(kind: str) -> None:
     sites = [
-        Site("192.0.2.1:1", [], 0.1, step_seconds=0.4),
-        Site("192.0.2.2:1", ["192.0.2.1:1"], 0.2, step_seconds=0.2),
+        Site("192.0.2.1:1", [], 0.1, step_seconds=0.4, strategy=lambda: STRATEGIES[kind](4)),
+        Site("192.0.2.2:1", ["192.0.2.1:1"], 0.2, step_seconds=0.2, strategy=lambda: STRATEGIES[kind](8)),
     ]
-    first, second = training_run.Run(0, "unequal", sites, until=20.0, group_wait=3.0).simulate()
+    first, second = Run(0, kind, sites, until=20.0, group_wait=3.0).simulate()
     for peer in (first, second):
         averaged = [receipt for receipt in peer.receipts if receipt.averaged]
         assert 8 <= len(averaged) <= 14  # of 1.6 s each: a round that is over is no reason for the next one
@@ -86,13 +83,13 @@ def test_numbers_of_steps_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_batch_sizes_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setitem(training_run.STRATEGIES, "unequal", lambda _: STRATEGIES[kind](4))
+def test_batch_sizes_may_differ(kind: str) -> None:
+    make = partial(STRATEGIES[kind], 4)
     sites = [
-        Site("192.0.2.1:1", [], 0.1, learner=lambda rng: _noise(rng, 4)),
-        Site("192.0.2.2:1", ["192.0.2.1:1"], 0.2, learner=lambda rng: _noise(rng, 12)),
+        Site("192.0.2.1:1", [], 0.1, learner=lambda rng: _noise(rng, 4), strategy=make),
+        Site("192.0.2.2:1", ["192.0.2.1:1"], 0.2, learner=lambda rng: _noise(rng, 12), strategy=make),
     ]
-    first, second = training_run.Run(0, "unequal", sites, until=20.0, group_wait=3.0).simulate()
+    first, second = Run(0, kind, sites, until=20.0, group_wait=3.0).simulate()
     averaged = [receipt for receipt in first.receipts if receipt.averaged and len(receipt.members) == 2]
     assert len(averaged) >= 5
     for receipt in averaged[1:]:
@@ -103,7 +100,7 @@ def test_batch_sizes_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str) -> N
     assert agree([first, second])
 
 
-def _noise(rng: random.Random, batch_size: int) -> training_run.Noise:
-    noise = training_run.Noise(rng, {})
+def _noise(rng: random.Random, batch_size: int) -> Noise:
+    noise = Noise(rng, {})
     noise.batch_size = batch_size
     return noise
