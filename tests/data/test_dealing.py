@@ -193,21 +193,6 @@ def test_who_has_begun_a_block_keeps_it_else_the_greater_hash() -> None:
     assert (one.statistics.conflicts, one.statistics.most_duplicates) == (0, 0), "it had not begun"
 
 
-def test_two_that_have_begun_the_same_block_count_what_was_handed_out() -> None:
-    one, other = dealers(2)
-    one.done = other.done = ((1 << SPEC.blocks) - 1) ^ 1
-    for dealer in (one, other):
-        dealer.see({}, 0.0)
-        dealer.claim(0.0, 1)
-        assert dealer.begin(SETTLE) == 0
-        dealer.claims[0].handed = 5
-    settle([one, other], SETTLE)
-    kept = [dealer for dealer in (one, other) if dealer.claims]
-    assert len(kept) == 1
-    assert sorted(each.statistics.most_duplicates for each in (one, other)) == [0, 5]
-    assert sorted(each.statistics.conflicts for each in (one, other)) == [0, 1]
-
-
 def test_settled_peers_begin_at_once_and_divide_the_blocks() -> None:
     four = dealers(4)
     settle(four, 0.0)

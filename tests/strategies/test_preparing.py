@@ -8,9 +8,7 @@ from functools import partial
 import pytest
 
 from averaging.allreduce import RoundResult
-from averaging.errors import RoundError
 from averaging.protocol.group import ReplyForm
-from averaging.receipts.receipt import DropCode
 from averaging.testing import virtual_time
 from averaging.timing.deadlines import Deadlines
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
@@ -66,29 +64,3 @@ def test_the_round_goes_on_without_a_member_that_dies_while_it_prepares() -> Non
     for name in survivors:
         assert [lost.endpoint for lost in simulation.results[name].dropped] == ["peer:4"]
         simulation.assert_between_the_means(name, survivors)
-
-
-@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
-def test_a_member_that_gives_up_while_preparing_announces_it(cancelled: bool) -> None:
-    simulation = simulated()
-    took = 0.0
-
-    async def fail() -> None:
-        await asyncio.sleep(PREPARING)
-        raise RoundError("no memory")
-
-    async def end(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-        nonlocal took
-        if cancelled:
-            await asyncio.sleep(PREPARING)
-            await simulation.cancel(tasks[SLOWEST])
-        await asyncio.wait(list(tasks.values()))
-        took = asyncio.get_running_loop().time()
-
-    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 60.0) if cancelled else fail
-    virtual_time.run(simulation.run(end))
-    assert took < PREPARING + STALL_TIMEOUT / 2  # no deadline has to pass
-    assert type(simulation.failures[SLOWEST]) is (asyncio.CancelledError if cancelled else RoundError)
-    for result in simulation.results.values():
-        codes = {lost.endpoint: lost.code for lost in result.dropped}
-        assert codes == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
