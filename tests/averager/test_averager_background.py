@@ -201,41 +201,6 @@ def test_calls_from_many_threads_while_it_closes_all_end() -> None:
         assert sum(caller.result(30) for caller in callers) > 0
 
 
-SCRIPT = """
-import asyncio, os, sys, threading
-from contextlib import asynccontextmanager
-from averaging.common import event_loop_thread
-from averaging.common.event_loop_thread import EventLoopThread
-from averaging.errors import ClosedError
-
-@asynccontextmanager
-async def context():
-    yield
-    print("left", flush=True)
-
-thread = EventLoopThread(context(), "it")
-async def use_a_worker_thread():
-    return await asyncio.to_thread(os.getpid)
-assert thread.run(use_a_worker_thread()) == os.getpid()
-"""
-
-
-def run_script(rest: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        # Python 3.12 and newer warn of a fork in a process with threads.
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", SCRIPT + rest],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def test_an_error_that_ends_the_interpreter_closes_it() -> None:
-    ended = run_script("raise SystemExit(3)")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "left\n", "")
-
-
 @pytest.mark.parametrize(
     "strategy",
     ["DiLoCo(2)", *(pytest.param(name, marks=pytest.mark.long) for name in ("LocalSGD(2)", "GradientAveraging(8)"))],
@@ -266,22 +231,39 @@ assert busy.wait(30)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_in_a_forked_process_it_refuses_and_leaves_the_parent_alone() -> None:
-    ended = run_script(
-        """
+SCRIPT = """
+import asyncio, os
+from contextlib import asynccontextmanager
+from averaging.common.event_loop_thread import EventLoopThread
+from averaging.errors import ClosedError
+
+@asynccontextmanager
+async def context():
+    yield
+    print("left", flush=True)
+
+thread = EventLoopThread(context(), "it")
+async def use_a_worker_thread():
+    return await asyncio.to_thread(os.getpid)
+assert thread.run(use_a_worker_thread()) == os.getpid()
 started = thread.start(asyncio.sleep(3600))
 if child := os.fork():
     assert os.waitpid(child, 0)[1] == 0
     assert thread.run(asyncio.sleep(0, 7)) == 7
-else:
-    for use in (thread.check, lambda: thread.run(asyncio.sleep(0)), lambda: thread.wait(started)):
-        try:
-            use()
-        except ClosedError as error:
-            assert "fork" in str(error), error
-        else:
-            os._exit(1)
-    thread.close()
+    raise SystemExit(3)
+for use in (thread.check, lambda: thread.run(asyncio.sleep(0)), lambda: thread.wait(started)):
+    try:
+        use()
+    except ClosedError as error:
+        assert "fork" in str(error), error
+    else:
+        os._exit(1)
+thread.close()
 """
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
+
+
+def test_in_a_forked_process_it_refuses_and_an_error_that_ends_the_interpreter_closes_it_in_the_parent() -> None:
+    # Python 3.12 and newer warn of a fork in a process with threads.
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", SCRIPT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "left\n", "")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from averaging import Receipt
+from tests.support.selection import rest_is_long
 from tests.support.site_worker import SAMPLES, model_of, strategy_of
 from tests.support.sites import PATIENCE, Site, alike, single_processes
 from tests.support.training import Run, backward, batch_of
@@ -48,7 +49,7 @@ def check_equals_single_processes(stack: ExitStack, strategy: str, inside: str, 
     assert len(told[0]["rounds"]) >= (10 if steps == STEPS else 2)
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@pytest.mark.parametrize("inside", rest_is_long(["fsdp", "ddp"]))
 def test_two_sites_equal_two_processes_after_a_few_steps(stack: ExitStack, inside: str) -> None:
     check_equals_single_processes(stack, "diloco", inside, ranks=2, steps=6)
 

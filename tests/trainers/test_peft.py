@@ -15,12 +15,11 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from schedulefree import AdamWScheduleFree
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from averaging import ConfigError, DecentralizedAverager, StateError, WeightPublisher
 from averaging.integrations.lora_layers import check_base
 from averaging.integrations.peft import LoRAAveraging
-from averaging.integrations.transformers import AveragingCallback
 from examples import adapters
 from tests.support.training import Run
 
@@ -453,33 +452,3 @@ def test_a_peer_with_another_base_that_never_downloaded_a_state_is_named_in_the_
     receipts = [opt.last_receipt for opt in peers.averagers]
     assert all(receipt is not None and not receipt.averaged for receipt in receipts)
     assert any("has another base or adapter than this peer" in str(receipt) for receipt in receipts)
-
-
-def test_the_active_one_of_two_adapters_is_averaged(peers: Peers) -> None:
-    for _ in range(2):
-        model = adapted()
-        torch.manual_seed(7)  # frozen, so it is part of the base
-        model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"], init_lora_weights=False))
-        model.set_adapter("default")
-        peers.tune(model)
-    peers.meet()
-    peers.round()
-    assert_mean(peers, [1.0, 1.0])
-    peers.strategies[0]._model.set_adapter("other")  # the correction is that of the first one
-    fresh = adapted()
-    torch.manual_seed(7)
-    fresh.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"], init_lora_weights=False))
-    fresh.set_adapter("other")
-    assert torch.equal(logits_of(peers.models[0]), logits_of(fresh))
-
-
-def test_the_trainer_of_transformers_trains_an_adapter(peers: Peers, tmp_path: Path) -> None:
-    model = adapted()
-    peers.tune(model, sync_every=2)
-    arguments = TrainingArguments(str(tmp_path), max_steps=4, use_cpu=True, report_to="none", save_strategy="no")
-    data = [{"input_ids": row, "labels": row} for row in WORDS]
-    opt: Any = peers.averagers[0]
-    trainer = Trainer(model, arguments, train_dataset=data)
-    AveragingCallback(opt).attach(trainer)
-    trainer.train()
-    assert (opt.local_step, opt.global_step) == (4, 2)
