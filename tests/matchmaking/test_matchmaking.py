@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,18 @@ def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
     for receipt in receipts:
         assert len(receipt.members) == 4
         assert receipt.seconds < 3.0
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 10])
+def test_of_more_peers_than_fit_into_a_group_at_most_one_is_alone(count: int) -> None:
+    swarm = Swarm(count)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensor], group_size=4, group_wait=5.0, round_timeout=8.0)
+        for n, tensor in enumerate(scalars(count, count))
+    ]
+    sizes = Counter(len(receipts[0].members) for receipts in swarm.simulate(swarm.average_together(peers)))
+    assert sizes.pop(4) == count // 4 * 4
+    assert sizes == {2: 2} if count % 4 == 2 else sizes == {0: 1}
 
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 1000), marks=pytest.mark.long)], ids=len)

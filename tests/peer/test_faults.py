@@ -17,6 +17,7 @@ from tests.support.selection import rest_is_long
 
 OPTIONS = {"group_size": 3, "stall_timeout": 3600.0, "round_timeout": 3600.0}
 """Without learned deadlines they would wait for a victim until the test fails."""
+LANES = ["direct", "grpc"]
 FAULTY = {"group_wait": 30.0}
 """It never leads, since the others' time ends first: a leader might fail before all members know of the group."""
 PARTS_OF_USUAL_ROUNDS = MIN_WAITS * 26
@@ -46,11 +47,6 @@ def reset(processes: list[JsonProcess]) -> None:
     for process in processes:
         process.send("reset")
         process.expect("reset")
-
-
-@pytest.fixture(params=["grpc", "direct"])
-def lane(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def using(lane: str) -> dict[str, Any]:
@@ -89,6 +85,7 @@ def next_round(processes: list[JsonProcess], lane: str | None = None) -> None:
         assert lane is None or set(receipt["lanes"]) == {lane}, receipt
 
 
+@pytest.mark.parametrize("lane", rest_is_long(LANES))
 def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) -> None:
     stops = FAULTY | {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
     processes = workers.start(*({"value": n, **OPTIONS, **using(lane), **(stops if n == 2 else {})} for n in range(3)))
@@ -108,6 +105,7 @@ def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) ->
     wait_until_given_back(processes, before)
 
 
+@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("fault", rest_is_long([Fault.HALF_OPEN, Fault.CORRUPT, Fault.STALL, Fault.CUT]))
 def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, lane: str) -> None:
     with proxies(lane) as (before_it, behind):
@@ -127,6 +125,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, la
         wait_until_given_back(processes, before)
 
 
+@pytest.mark.parametrize("lane", rest_is_long(LANES))
 def test_no_member_is_dropped_over_a_slow_link(workers: Workers, lane: str) -> None:
     with proxies(lane, rate=1e6) as (_, behind):
         common = OPTIONS | using(lane)
