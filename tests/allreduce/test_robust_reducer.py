@@ -9,13 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging import Outcome
 from averaging.allreduce.shard_reducer import (
     RobustReducer,
     ShardReducer,
     aggregate,
     centered_clip,
 )
-from averaging.protocol.group import Aggregation, AggregationKind, parse_aggregation
+from averaging.protocol.group import Aggregation, AggregationKind, ReplyForm, parse_aggregation
+from tests.support.swarm import Swarm, spread
 
 RULES = ["median", "trimmed:1", "trimmed:3", "clip:0.5", "clip:10"]
 numbers = st.floats(-1e3, 1e3, width=32)
@@ -156,3 +158,22 @@ def test_float64_keeps_its_precision(rule: str) -> None:
     result = reducer.finish(0, None, 0.0)
     assert result is not None
     assert result.item() == 1.0 + 2**-50
+
+
+@pytest.mark.parametrize("reply", list(ReplyForm))
+@pytest.mark.parametrize(("rule", "bound"), [("median", 1.0), ("trimmed:2", 1.0), ("clip:3", 3.0)])
+def test_two_false_members_of_eight_have_a_bounded_effect(rule: str, bound: float, reply: ReplyForm) -> None:
+    swarm = Swarm(5)
+    values = [torch.rand(700, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(8)]
+    honest = torch.stack(values[:6]).mean(dim=0)
+    for false in values[6:]:
+        false.fill_(1e6)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [values[n]], group_size=8, aggregation=rule, part_size_bytes=1024, reply_form=reply)
+        for n in range(8)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.AVERAGED
+        assert receipts[0].dropped == ()
+    assert spread(values[:6]) < 1e-9
+    assert float((values[0] - honest).abs().max()) < bound

@@ -1,4 +1,4 @@
-"""A sender that takes no replies delays the round only briefly; a suspended reducer drops no sender."""
+"""Senders that are stuck or lost delay the round only briefly; a suspended reducer drops no sender."""
 
 from __future__ import annotations
 
@@ -90,3 +90,48 @@ def test_a_sender_that_opens_a_stream_and_sends_nothing_is_not_waited_for_longer
             return asyncio.get_running_loop().time() - began
 
     assert swarm.simulate(main()) == pytest.approx(2.0, abs=0.4)
+
+
+@pytest.mark.parametrize("seconds_to_close", [0.0, 0.1])
+@pytest.mark.parametrize("steps", range(0, 60, 2))
+def test_a_lost_call_is_noticed_at_once(steps: int, seconds_to_close: float) -> None:
+    """`steps`: iterations of the event loop before the server's task is cancelled, as gRPC does it."""
+    simulation = Simulation(1, [Member(NODES[0]), Member(STUCK, mode=Mode.CLIENT)], [(100,)], part_size_bytes=64)
+    round_ = simulation.rounds[NODES[0]]
+    (tensor,) = simulation.before[STUCK]
+
+    async def messages() -> AsyncGenerator[AveragingData, None]:
+        try:
+            for start in range(0, 100, 16):
+                wire = encode(tensor[start : start + 16], CompressionType.NONE)
+                yield AveragingData(MessageCode.PART_FOR_AVERAGING, simulation.group.group_id, STUCK, wire)
+                await asyncio.sleep(0)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(seconds_to_close)
+
+    async def serve() -> None:
+        incoming = messages()
+        async for _ in round_.aggregate_part(await anext(incoming), incoming):
+            await asyncio.sleep(0)
+
+    async def main() -> tuple[RoundResult, float]:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        running = asyncio.create_task(simulation.one(NODES[0]))
+        call = asyncio.create_task(serve())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(0)
+        call.cancel()  # gRPC may cancel more than once
+        result = await running
+        await asyncio.gather(call, return_exceptions=True)
+        return result, loop.time() - started
+
+    result, seconds = virtual_time.run(main())
+    assert sum(part.numel for part, _ in result.parts) == 100
+    if "sent nothing" in (result.dropped[0].reason if result.dropped else ""):
+        assert steps < 5, "the call had been opened"
+    else:
+        assert seconds < STALL_TIMEOUT

@@ -163,14 +163,3 @@ async def test_the_largest_gather_and_none_at_all(foreign: Foreign) -> None:
             first.endpoint: b"x" * (MAX_GATHER_BYTES - empty),
             second.endpoint: None,
         }
-
-
-@pytest.mark.parametrize("user", [b"\xc1", 7], ids=repr)
-async def test_an_unreadable_user_spoils_nothing(foreign: Foreign, user: object) -> None:
-    first, second = await foreign.peer(), await foreign.peer()
-    async with our_peer(group_size=3) as us, us.averaging() as receipt:
-        assert await us.asks_to_join(first, msgpack.encode([1.0, None, 0, user])) == "ACCEPTED"
-        wrapped = msgpack.encode(msgpack.Ext(0x40, msgpack.encode([1, 5, 0, msgpack.encode("told")])))
-        assert await us.asks_to_join(second, wrapped) == "ACCEPTED"
-        await is_led(us, receipt, first, second)
-        assert (await receipt).gathered == {us.endpoint: None, first.endpoint: None, second.endpoint: "told"}

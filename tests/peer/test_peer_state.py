@@ -126,14 +126,3 @@ async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_ear
                     break
         assert (await newcomer.download_state()).version == 5
     assert mine["w"].item() == 2.0
-
-
-@pytest.mark.asyncio
-async def test_a_state_of_other_shapes_is_refused() -> None:
-    async with AsyncExitStack() as stack:
-        founder = await enter(stack, {"w": torch.zeros(2)})
-        mine = torch.ones(3)
-        newcomer = await enter(stack, {"w": mine}, join=[founder.endpoint])
-        with pytest.raises(StateError, match=r"'w' is float32\[2\], here 'w' is float32\[3\]"):
-            await newcomer.download_state()
-        assert mine.tolist() == [1.0] * 3

@@ -255,19 +255,6 @@ async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.asyncio
-async def test_nobody_listens() -> None:
-    async with serving(FakePeer()) as (_, endpoint):
-        pass
-    async with client() as caller, asyncio.timeout(channel_options.CONNECT_SECONDS):  # none of them waits that out
-        with pytest.raises(PeerUnreachableError, match=f"^{endpoint}: connection refused$"):
-            await caller.get_schema(endpoint)
-        with pytest.raises(PeerUnreachableError, match="connection refused"):
-            await anext(caller.join_group(endpoint, REQUEST))
-        with pytest.raises(PeerUnreachableError, match="connection refused"):
-            await anext(caller.aggregate_part(endpoint, endless()))
-
-
-@pytest.mark.asyncio
 async def test_a_peer_that_comes_up_is_reached_at_once() -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         await caller.get_schema(endpoint)
