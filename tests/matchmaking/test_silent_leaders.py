@@ -1,4 +1,4 @@
-"""Peers with the smallest declarations that do not answer, or accept and then send nothing: the others go on."""
+"""Leaders that do not lead: they do not answer, accept and send nothing, or say something else. The others go on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from averaging import Mode
-from averaging.matchmaking import Conduct, Matchmaking, SearchConfig
+from averaging import Mode, Outcome, Receipt
+from averaging.errors import CallRefusedError
+from averaging.matchmaking import Conduct, Matchmaking, NoGroupError, SearchConfig
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
@@ -20,7 +21,9 @@ from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.timing.deadlines import MIN_WAITS, VERDICT_SECONDS, Deadlines, Phase
 from averaging.transport.base import Transport
 from tests.support.fake_transport import OneLane
+from tests.support.rounds import SilentLeader
 from tests.support.simulated import in_virtual_time
+from tests.support.swarm import Swarm, scalars
 
 ME, FIRST, SECOND, FOLLOWER = "192.0.2.1:1", "192.0.2.2:1", "192.0.2.3:1", "192.0.2.4:1"
 SCHEMA = Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024)
@@ -75,12 +78,20 @@ def searcher(leaders: Leaders, discovery: MemoryDiscovery, conduct: Conduct, gro
     return Matchmaking(config, SCHEMA, cast("Transport", leaders), discovery, conduct=conduct)
 
 
-async def find(leaders: Leaders, conduct: Conduct, *names: str, mode: Mode = Mode.NODE, apart: float = 1.0) -> Group:
-    """The group that is found among leaders that have declared to wait for 10 s, each so many seconds longer."""
+async def find(
+    leaders: Leaders, conduct: Conduct, *names: str, mode: Mode = Mode.NODE, apart: float = 1.0, quiet: str = ""
+) -> Group:
+    """The group that is found among leaders that have declared to wait for 10 s, each so many seconds longer.
+
+    Args:
+        quiet: a peer that does not look for a group.
+    """
     async with MemoryDiscovery(MemoryRegistry(clock=virtual_time.clock)) as discovery:
         now = virtual_time.clock()
         for number, name in enumerate(names):
             await discovery.store(group_key("run", ""), name, pack_looking(True), now + 10 + apart * number)
+        if quiet:
+            await discovery.store(group_key("run", ""), quiet, pack_looking(False), now + 15)
         return await searcher(leaders, discovery, conduct).find_group(pack_gather(1.0, None, mode), now + 30)
 
 
@@ -232,3 +243,80 @@ async def test_a_complete_group_waits_no_longer_than_a_head_start(cancelled: boo
             assert list(leaders.left) == [FIRST]
         await asyncio.wait([searching])
         await replies.aclose()
+
+
+@pytest.mark.parametrize(
+    ("accepts", "then", "reason"),
+    [
+        (False, None, "ended its answer early"),
+        (False, CallRefusedError(FIRST, "TypeError: x is not a function"), "TypeError: x is not a function"),
+        (True, None, "ended its answer early"),
+        (True, 60.0, "accepted this peer, but neither began a group nor disbanded it"),
+        (True, MessageFromLeader(MessageCode.INTERNAL_ERROR), "INTERNAL_ERROR"),
+        (True, MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, bytes(20)), "began a group of 0 with 0 gathers"),
+    ],
+)
+@in_virtual_time
+async def test_the_error_says_what_a_leader_did_instead(accepts: bool, then: object, reason: str) -> None:
+    class Odd(Silent):
+        async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+            if accepts:
+                yield MessageFromLeader(MessageCode.ACCEPTED)
+            if isinstance(then, Exception):
+                raise then
+            if isinstance(then, float):
+                await asyncio.sleep(then)
+            if isinstance(then, MessageFromLeader):
+                yield then
+
+    with pytest.raises(NoGroupError, match=rf"\({FIRST}: {reason}\)"):
+        await find(Odd(), Conduct(), FIRST)
+
+
+class Redirects(Silent):
+    """Every peer that is asked suggests the second one."""
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self.asked.append(endpoint)
+        yield MessageFromLeader(MessageCode.NOT_A_LEADER, suggested_leader=SECOND)
+
+
+@pytest.mark.parametrize("broke", [False, True])
+@in_virtual_time
+async def test_an_excluded_peer_is_not_followed_as_a_suggestion(broke: bool) -> None:
+    conduct, network = Conduct(), Redirects()
+    for _ in range(4 * broke):
+        conduct.note_fault(SECOND, 0.0)
+    with pytest.raises(NoGroupError):
+        await find(network, conduct, FIRST, quiet=SECOND)
+    assert (SECOND in network.asked) is not broke
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_stuck_peer_that_renews_its_declaration_does_not_keep_the_others_apart(accepts: bool) -> None:
+    swarm = Swarm(1)
+    peers = [
+        swarm.peer(f"peer:{number}", [tensor], group_size=4, group_wait=5.0, round_timeout=15.0)
+        for number, tensor in enumerate(scalars(4, 1), 1)
+    ]
+
+    async def declare() -> None:
+        async with MemoryDiscovery(swarm.registry) as discovery:
+            while True:  # so that its declaration is always the smallest
+                until = virtual_time.clock() + 2.5
+                await discovery.store(group_key("run", ""), FIRST, pack_looking(True), until)
+                await asyncio.sleep(2.4)
+
+    async def main() -> list[list[Receipt]]:
+        await swarm.network.transport(FIRST).serve(SilentLeader(accepts), None)
+        declaring = asyncio.create_task(declare())
+        await asyncio.sleep(0.1)
+        try:
+            return await swarm.average_together(peers, rounds=3)
+        finally:
+            declaring.cancel()
+
+    for receipt in (receipt for receipts in swarm.simulate(main()) for receipt in receipts):
+        assert receipt.outcome is Outcome.AVERAGED, receipt
+        assert len(receipt.members) == 4
+        assert receipt.seconds < (5 + 3 + 1 if accepts else 5)
