@@ -1,4 +1,4 @@
-"""Foreign senders that break the protocol, leave or die: our reducer continues with the others."""
+"""Foreign members that break the protocol, leave, fail or die, as senders and as reducers: the others go on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.foreign.driver import Foreign, as_bytes, gather, our_peer
-from tests.foreign.groups import BROKEN_PARTS, PART, PARTS, group_with, values
+from tests.foreign.driver import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
+from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, SHAPE, Group, averages, group_with, values
 from tests.support.selection import rest_is_long
 
 pytestmark = [
@@ -152,3 +152,143 @@ async def test_replies_come_in_the_compression_of_the_request(foreign: Foreign) 
         halves = [torch.frombuffer(bytearray(r["tensor_part"]["buffer"]), dtype=torch.float16) for r in replies]
         assert torch.equal(torch.cat(halves), average.clamp(-65504, 65504).half())
         assert torch.equal(await group.ends(without=False), average)
+
+
+# As reducers: their parts keep our local values
+
+
+def reply(tensor: Message | None = None, code: object = "AVERAGED_PART") -> Message:
+    return {"code": code} | ({"tensor_part": tensor} if tensor is not None else {})
+
+
+GOOD_PART = {"buffer": bytes(4 * ELEMENTS), "size": [ELEMENTS], "dtype": "float32"}
+
+BROKEN_REPLIES: dict[str, list[Message]] = {
+    "nothing": [],
+    "an internal error": [reply(code="INTERNAL_ERROR")],
+    "a cancellation": [reply(code="CANCELLED")],
+    "a violation": [reply(code="PROTOCOL_VIOLATION")],
+    "another group": [reply(code="BAD_GROUP_ID")],
+    "an unknown code": [reply(code=77)],
+    "a part instead of an average": [reply(GOOD_PART, code="PART_FOR_AVERAGING")],
+    "no code": [reply(GOOD_PART, code="NO_CODE")],
+    "no tensor": [reply()],
+    **{tensor: [reply(BROKEN_PARTS[tensor])] for tensor in BROKEN_PARTS},
+}
+
+
+AFTER_ONE_PART = [(broken, 1) for broken in BROKEN_REPLIES]
+BEFORE_ANY = [(broken, 0) for broken in ("nothing", "an internal error", "another shape")]
+
+
+@pytest.mark.parametrize(("broken", "first"), AFTER_ONE_PART + BEFORE_ANY)
+async def test_a_reducer_with_invalid_answers(foreign: Foreign, broken: str, first: int) -> None:
+    """Its parts keep their local values; as a sender it still takes part."""
+    replies = [reply(GOOD_PART)] * first + BROKEN_REPLIES[broken]
+    async with group_with(foreign, client=False, replies=replies) as group:
+        await ends_with_local_values(group, first)
+
+
+async def ends_with_local_values(group: Group, averaged: int) -> None:
+    replies, average = await asyncio.gather(
+        group.bad.send(reducer=group.us.endpoint, messages=await group.messages(group.bad)), group.good_sends()
+    )
+    wanted = group.ours.clone()
+    own, theirs = group.own_parts, PARTS // 2 * ELEMENTS - group.own_parts.start
+    wanted[own] = group.of_all[own]
+    wanted[theirs : theirs + averaged * ELEMENTS] = 0.0
+    assert torch.equal(average, group.of_all[own])
+    assert torch.equal(torch.cat([averages(reply) for reply in replies]), group.of_all[own])
+    kept = (PARTS // 2 - averaged) * ELEMENTS
+    assert torch.equal(await group.ends(without=True, kept_local=kept), wanted)
+
+
+async def test_a_reducer_that_never_answers(foreign: Foreign) -> None:
+    replies = [reply(GOOD_PART)]
+    async with group_with(foreign, client=False, stall_timeout=3.0, replies=replies, hangs=True) as group:
+        await ends_with_local_values(group, 1)
+
+
+async def test_a_reducer_that_never_ends_its_stream(foreign: Foreign) -> None:
+    """All averages arrived, so no member is dropped, and the round does not wait for stall_timeout."""
+    replies, waits = (
+        [reply(GOOD_PART)] * (PARTS // 2),
+        {"round_timeout": 99.0, "stall_timeout": 50.0, "min_stall_timeout": 0.2},
+    )
+    async with group_with(foreign, client=False, replies=replies, hangs=True, **waits) as group:
+        messages = await group.messages(group.bad)
+        await asyncio.gather(group.bad.send(reducer=group.us.endpoint, messages=messages), group.good_sends())
+        wanted = torch.zeros_like(group.ours)
+        wanted[group.own_parts] = group.of_all[group.own_parts]
+        async with asyncio.timeout(DEADLINE):
+            assert torch.equal(await group.ends(without=False), wanted)
+
+
+async def test_a_reducer_that_dies(foreign: Foreign) -> None:
+    async with group_with(foreign, client=False, replies=[], hangs=True) as group:
+        messages = await group.messages(group.bad)
+        sending = group.bad_sends(messages)
+        await group.has_taken(len(messages))
+        await group.bad.next_stream()
+        assert torch.equal(await group.good_sends(), group.of_all[group.own_parts])
+        assert len(await sending) == PARTS // 2
+        await group.bad.close()
+        wanted = group.ours.clone()
+        wanted[group.own_parts] = group.of_all[group.own_parts]
+        assert torch.equal(await group.ends(without=True, kept_local=PARTS // 2 * ELEMENTS), wanted)
+
+
+async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:
+    """Our peer adopts the averages that it has sent to the other member."""
+    bad = await foreign.peer()
+    ours, theirs = values(1), values(2)
+    async with our_peer([ours.clone()], part_size_bytes=PART) as us, us.averaging() as receipt:
+        await bad.answer_parts(replies=[reply(code="INTERNAL_ERROR")])
+        assert await us.asks_to_join(bad, gather()) == "ACCEPTED"
+        group = await us.begins(bad)
+        messages = await bad.messages(reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([theirs]))
+        replies = await bad.send(reducer=us.endpoint, messages=messages)
+        result = await receipt
+        half = SHAPE[0] // 2
+        own = slice(0, half) if group["ordered_group_endpoints"][0] == us.endpoint else slice(half, SHAPE[0])
+        wanted = ours.clone()
+        wanted[own] = (ours[own] + theirs[own]) / 2
+        assert torch.equal(torch.cat([averages(r) for r in replies]), wanted[own])
+        with us.peer.tensors() as (tensor,):
+            assert torch.equal(tensor, wanted)
+    assert result.averaged, result.reason
+    assert result.kept_local == half
+    assert [dropped.endpoint for dropped in result.dropped] == [bad.endpoint]
+
+
+async def test_our_peer_gives_up(foreign: Foreign) -> None:
+    async with group_with(foreign, client=False, replies=[], hangs=True) as group:
+        messages = await group.messages(group.bad)
+        sending = group.bad_sends(messages)
+        first = await group.bad.next_stream()
+        group_id, endpoint = group.announced["group_id"], group.us.endpoint
+        assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
+        await group.has_taken(len(messages))
+        group.receipt.cancel()
+        assert await group.bad.next_stream() == {"code": "CANCELLED", "group_id": group_id, "endpoint": endpoint}
+        assert await sending == [{"code": "CANCELLED"}]
+
+
+async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("averaging.allreduce.part_forms.DenseForm.encode", break_down)
+    bad = await foreign.peer()
+    await bad.answer_parts(replies=[])
+    async with our_peer([values(1)], part_size_bytes=PART) as us:
+        await us.declare(bad.endpoint)
+        averaging = asyncio.ensure_future(us.peer.average())
+        await bad.next_request()
+        await bad.answer(follower=us.endpoint, code="ACCEPTED")
+        group = begun(us, bad)
+        await bad.begin(group=group)
+        notice = await bad.next_stream()
+        assert notice == {"code": "INTERNAL_ERROR", "group_id": group["group_id"], "endpoint": us.endpoint}
+        with pytest.raises(ExceptionGroup):
+            await averaging
