@@ -148,28 +148,16 @@ async def test_weights_and_bandwidths(foreign: Foreign, bandwidths: tuple[float 
     assert same_bytes(ours, mean)
 
 
-async def test_a_foreign_client_sends_and_reduces_nothing(foreign: Foreign) -> None:
-    ours, theirs, others = (whole_numbers(seed, *SHAPES) for seed in range(3))
-    mean = mean_of(ours, theirs, others)
-    client, node = await foreign.client(), await foreign.peer()
-    async with our_peer(ours, group_size=3, part_size_bytes=PART) as us, us.averaging() as receipt:
-        group = await follow(us, {client: gather(mode=1), node: gather()})
-        for after in await average(us, group, {client: theirs, node: others}):
-            assert same_bytes(after, mean)
+async def test_a_foreign_client_only_sends_and_a_foreign_auxiliary_only_reduces(foreign: Foreign) -> None:
+    ours, theirs, others, unsent = (whole_numbers(seed, *SHAPES) for seed in range(4))
+    mean = mean_of(ours, theirs, others, unsent, weights=[1, 1, 2, 0])
+    client, node, auxiliary = await foreign.client(), await foreign.peer(), await foreign.peer()
+    async with our_peer(ours, group_size=4, part_size_bytes=PART) as us, us.averaging() as receipt:
+        group = await follow(us, {client: gather(mode=1), node: gather(2.0), auxiliary: gather(mode=2)})
+        *averaged, untouched = await average(us, group, {client: theirs, node: others, auxiliary: unsent})
         assert (await receipt).dropped == ()
-    assert same_bytes(ours, mean)
-
-
-async def test_a_foreign_auxiliary_reduces_and_sends_nothing(foreign: Foreign) -> None:
-    ours, theirs, others = (whole_numbers(seed, *SHAPES) for seed in range(3))
-    mean = mean_of(ours, theirs)
-    node, auxiliary = await foreign.peer(), await foreign.peer()
-    async with our_peer(ours, group_size=3, part_size_bytes=PART) as us, us.averaging() as receipt:
-        group = await follow(us, {node: gather(), auxiliary: gather(mode=2)})
-        after, untouched = await average(us, group, {node: theirs, auxiliary: others})
-        assert (await receipt).dropped == ()
-    assert same_bytes(after, mean)
-    assert same_bytes(untouched, others)
+    assert all(same_bytes(after, mean) for after in averaged)
+    assert same_bytes(untouched, unsent)
     assert same_bytes(ours, mean)
 
 
