@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 import averaging
@@ -13,7 +12,7 @@ PACKAGE = Path(averaging.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design" / "architecture.md").read_text()
 NAME = re.compile(r"`([\w/]+(?:\.py|/))`")
 
-TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name}
+SOURCES = {path: path.read_text() for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name}
 
 IMPURE = {"asyncio", "grpc", "socket", "threading", "time"}
 
@@ -32,32 +31,15 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_modules_that_call_themselves_pure_import_no_network_loop_or_clock() -> None:
-    checked = 0
-    for path, tree in TREES.items():
-        if not re.search(r"\bPure\b", ast.get_docstring(tree) or ""):
-            continue
-        checked += 1
-        imported = {
-            name.partition(".")[0]
-            for node in ast.walk(tree)
-            for name in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-        }
-        assert not imported & IMPURE, path
-    assert checked > 30
+    pure = {path: text for path, text in SOURCES.items() if re.match(r'"""[^"]*\bPure\b', text)}
+    assert len(pure) > 20
+    for path, text in pure.items():
+        imported = re.findall(r"^\s*(?:import (\w+)|from (\w+)[\w.]* import )", text, re.MULTILINE)
+        assert not IMPURE & {name for names in imported for name in names}, path
 
 
 def test_no_two_classes_have_the_same_name() -> None:
     """Except the callbacks of two trainers, which users import from the module of theirs."""
-    places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(PACKAGE)))
-    twice = {name: files for name, files in places.items() if len(files) > 1}
-    assert twice.keys() <= {"AveragingCallback"}, twice
+    code = [text.split('"""', 2)[-1] for text in SOURCES.values()]  # without the module's docstring
+    names = Counter(name for text in code for name in re.findall(r"^class (\w+)[(:]", text, re.MULTILINE))
+    assert {name for name, count in names.items() if count > 1} <= {"AveragingCallback"}

@@ -38,7 +38,7 @@ RIGHT = {
     grpc.StatusCode.CANCELLED,
 }
 CODES = {MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID, MessageCode.CANCELLED}
-HELD, HELD_SECONDS = (methods.SUBSCRIBE.path, methods.WATCH_ROUNDS.path), 0.3
+HELD, HELD_SECONDS = (methods.SUBSCRIBE.path, methods.WATCH_ROUNDS.path), 0.05
 
 SOME = settings(
     max_examples=examples(48), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

@@ -23,10 +23,7 @@ from averaging.tensors import (
 from tests.tensors import dumb_top_k as dumb
 from tests.tensors.test_compression import torch_by_default
 
-SHAPES = [
-    (), (0,), (1,), (100,), (4096,), (4097,), (9000,), (0, 5), (5, 0), (1, 1), (64, 64), (128, 192), (3, 200), (200, 3),
-    (65, 64), (64, 65), (130, 90), (70, 5, 7), (2, 3, 4, 5), (3, 0, 2),
-]  # fmt: skip
+SHAPES = [(), (0,), (1,), (4096,), (4097,), (5, 0), (64, 64), (3, 200), (200, 3), (65, 64), (130, 90), (70, 5, 7)]
 
 
 def numbers(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -74,7 +71,7 @@ def test_any_strides_and_dtypes_are_read(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("most", [1, 5000, 10_000, 1 << 30])
+@pytest.mark.parametrize("most", [1, 5000, 1 << 30])
 def test_parts_hold_whole_blocks_of_one_size(shape: tuple[int, ...], most: int) -> None:
     layout = BlockLayout(shape)
     end = 0
@@ -91,7 +88,7 @@ def test_parts_hold_whole_blocks_of_one_size(shape: tuple[int, ...], most: int) 
 # --- contributions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 7, 4), (1.0, 8), (1e-9, 4)])
+@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 7, 4), (1.0, 8)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bytes_are_those_of_the_reference(shape: tuple[int, ...], density: float, bits: int) -> None:
     values, top_k = numbers(shape, seed=3), TopK(density, bits)
