@@ -19,6 +19,7 @@ from averaging.testing import virtual_time
 from averaging.timing.deadlines import Deadlines
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.support.selection import one_in, rest_is_long
+from tests.support.simulated import in_virtual_time
 
 LOWER, UPPER = 0.2, 20.0
 USUAL = 4
@@ -126,68 +127,59 @@ def dead_leader(simulation: Simulation) -> object:
 
 
 @pytest.mark.parametrize(("when", "client"), one_in(2, zip(SILENT, (False, True, True, False), strict=True)))
-def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> None:
-    async def main() -> None:
-        rounds = Rounds(1, client=client)
-        usual = await rounds.usual()
-        for number in range(3):
-            stop = Silent(when)
-            began = asyncio.get_running_loop().time()
-            results = await rounds.one(stop.prepare, may_fail={VICTIM})
-            # A missed deadline is doubled, so a member that is silent repeatedly costs more.
-            assert stop.others_were_done - began <= 2 * usual + 2 * LOWER * 2**number
-            dropped = [lost for name in results if name != VICTIM for lost in results[name].dropped]
-            assert {lost.endpoint for lost in dropped} == {VICTIM}
-            assert {lost.code for lost in dropped} == {DropCode.SILENT}
-            assert number or all("median" in lost.reason for lost in dropped)
-            assert when != "last part" or not any("can it reach" in lost.reason for lost in dropped)  # it did
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> None:
+    rounds = Rounds(1, client=client)
+    usual = await rounds.usual()
+    for number in range(3):
+        stop = Silent(when)
+        began = asyncio.get_running_loop().time()
+        results = await rounds.one(stop.prepare, may_fail={VICTIM})
+        # A missed deadline is doubled, so a member that is silent repeatedly costs more.
+        assert stop.others_were_done - began <= 2 * usual + 2 * LOWER * 2**number
+        dropped = [lost for name in results if name != VICTIM for lost in results[name].dropped]
+        assert {lost.endpoint for lost in dropped} == {VICTIM}
+        assert {lost.code for lost in dropped} == {DropCode.SILENT}
+        assert number or all("median" in lost.reason for lost in dropped)
+        assert when != "last part" or not any("can it reach" in lost.reason for lost in dropped)  # it did
 
 
-def test_an_unreachable_reducer_is_not_waited_for_as_a_sender() -> None:
+@in_virtual_time
+async def test_an_unreachable_reducer_is_not_waited_for_as_a_sender() -> None:
     """Nothing is known yet, so senders may take 20 s to open their streams unless something is wrong."""
-
-    async def main() -> None:
-        rounds = Rounds(8)
-        results = await rounds.one(dead_leader, may_fail={UNINFORMED, VICTIM})
-        assert rounds.seconds[0] < 4 * LOWER  # each receives from only one of three, so time counts half
-        for name in ("peer:1", "peer:2"):
-            assert {lost.endpoint: lost.code for lost in results[name].dropped} == {
-                UNINFORMED: DropCode.REFUSED,
-                VICTIM: DropCode.CONNECTION_LOST,
-            }
-
-    virtual_time.run(main())
+    rounds = Rounds(8)
+    results = await rounds.one(dead_leader, may_fail={UNINFORMED, VICTIM})
+    assert rounds.seconds[0] < 4 * LOWER  # each receives from only one of three, so time counts half
+    for name in ("peer:1", "peer:2"):
+        assert {lost.endpoint: lost.code for lost in results[name].dropped} == {
+            UNINFORMED: DropCode.REFUSED,
+            VICTIM: DropCode.CONNECTION_LOST,
+        }
 
 
 @pytest.mark.parametrize("latency", [(0.2, 0.8), (0.001, 0.02)])
 @pytest.mark.parametrize("seed", rest_is_long(range(5)))
-def test_newcomers_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
-    async def main() -> None:
-        rounds = Rounds(seed, latency=latency)
-        newcomer = rounds.members.pop()
-        await rounds.usual()
-        rounds.members.append(newcomer)
-        await rounds.usual()
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_newcomers_as_slow_as_the_others_are_kept(seed: int, latency: tuple[float, float]) -> None:
+    rounds = Rounds(seed, latency=latency)
+    newcomer = rounds.members.pop()
+    await rounds.usual()
+    rounds.members.append(newcomer)
+    await rounds.usual()
 
 
-def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
-    async def main() -> None:
-        rounds = Rounds(7)
-        newcomer = rounds.members.pop()
-        await rounds.usual()
-        rounds.members.append(newcomer)
-        dropped = []
-        for _ in range(9):
-            results = await rounds.one(lambda simulation: simulation.slow_down(VICTIM, 5 * LOWER), may_fail={VICTIM})
-            dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
-        assert dropped[0]
-        assert not any(dropped[6:])
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
+    rounds = Rounds(7)
+    newcomer = rounds.members.pop()
+    await rounds.usual()
+    rounds.members.append(newcomer)
+    dropped = []
+    for _ in range(9):
+        results = await rounds.one(lambda simulation: simulation.slow_down(VICTIM, 5 * LOWER), may_fail={VICTIM})
+        dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
+    assert dropped[0]
+    assert not any(dropped[6:])
 
 
 def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[[str], Coroutine[Any, Any, Schema]]:
@@ -198,30 +190,26 @@ def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[
     return asked
 
 
-def test_a_reducer_that_is_dead_in_the_first_round_is_dropped_after_the_longest_deadline() -> None:
-    async def main() -> None:
-        rounds = Rounds(10)
-        rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
-        results = await rounds.one(Silent("before opening").prepare, may_fail={VICTIM})
-        for name in ("peer:1", "peer:2", "peer:3"):
-            (lost,) = results[name].dropped
-            assert (lost.endpoint, lost.code) == (VICTIM, DropCode.SILENT)
-            assert "no answer to a ping" in lost.reason
-            assert lost.waited is not None
-            assert UPPER <= lost.waited <= UPPER + 2 * LOWER
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_a_reducer_that_is_dead_in_the_first_round_is_dropped_after_the_longest_deadline() -> None:
+    rounds = Rounds(10)
+    rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
+    results = await rounds.one(Silent("before opening").prepare, may_fail={VICTIM})
+    for name in ("peer:1", "peer:2", "peer:3"):
+        (lost,) = results[name].dropped
+        assert (lost.endpoint, lost.code) == (VICTIM, DropCode.SILENT)
+        assert "no answer to a ping" in lost.reason
+        assert lost.waited is not None
+        assert UPPER <= lost.waited <= UPPER + 2 * LOWER
 
 
 @pytest.mark.parametrize("seed", rest_is_long(range(5)))
-def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
-    async def main() -> None:
-        rounds = Rounds(seed, latency=(0.2, 0.3))
-        await rounds.usual()
-        rounds.latency = (0.6, 0.9)
-        await rounds.usual()
-
-    virtual_time.run(main())
+@in_virtual_time
+async def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
+    rounds = Rounds(seed, latency=(0.2, 0.3))
+    await rounds.usual()
+    rounds.latency = (0.6, 0.9)
+    await rounds.usual()
 
 
 @pytest.mark.parametrize("bytes_per_second", [100.0, 1e6])
@@ -244,7 +232,8 @@ def test_the_transfer_time_on_slow_links_is_added_to_the_round_timeout(
 
 
 @pytest.mark.parametrize("refusal", [None, CallRefusedError("peer:1", "no")])
-def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: AveragingError | None) -> None:
+@in_virtual_time
+async def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: AveragingError | None) -> None:
     """One reducer has learned nothing about the victim and waits long. It answers pings, so the others wait too."""
 
     def prepare(simulation: Simulation) -> object:
@@ -260,12 +249,9 @@ def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: AveragingEr
 
         return answer
 
-    async def main() -> None:
-        rounds = Rounds(5)
-        await rounds.usual()
-        rounds.deadlines["peer:1"] = Deadlines(LOWER, 3.0)
-        results = await rounds.one(prepare, may_fail={VICTIM})
-        for name in ("peer:1", "peer:2", "peer:3"):
-            assert {lost.endpoint for lost in results[name].dropped} == {VICTIM}
-
-    virtual_time.run(main())
+    rounds = Rounds(5)
+    await rounds.usual()
+    rounds.deadlines["peer:1"] = Deadlines(LOWER, 3.0)
+    results = await rounds.one(prepare, may_fail={VICTIM})
+    for name in ("peer:1", "peer:2", "peer:3"):
+        assert {lost.endpoint for lost in results[name].dropped} == {VICTIM}
