@@ -33,7 +33,6 @@ def raising(error: Exception, name: str) -> Callable[[], None]:
         (ValueError("a bug"), f"grpc._cython.cygrpc.{POLLER}", True),
     ],
 )
-@pytest.mark.asyncio
 async def test_a_late_wake_up_of_grpc_is_not_logged(
     error: Exception, name: str, logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

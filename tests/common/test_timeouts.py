@@ -9,7 +9,6 @@ import pytest
 from averaging.timing.deadlines import expire
 
 
-@pytest.mark.asyncio
 async def test_the_body_ends_once_however_many_end_it() -> None:
     ended = []
 

@@ -82,7 +82,6 @@ JOINS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
 NOT_DEFINITE = {"The other peer hangs up"}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("entry", JOINS)
 async def test_a_join_fails_as_the_page_says(entry: str, tmp_path: Path) -> None:
     listens, joins = JOINS[entry](tmp_path)

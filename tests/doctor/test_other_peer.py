@@ -49,7 +49,6 @@ def schema(model: Mapping[str, torch.Tensor] = MODEL) -> Schema:
     return describe(tuple(model), tuple(model.values()), part_size_bytes=1 << 20)
 
 
-@pytest.mark.asyncio
 async def test_all_is_well_between_two_that_fit(tmp_path: Path) -> None:
     options: dict[str, Any] = {**write(tmp_path, "localhost", "127.0.0.1"), **token(tmp_path, TOKEN)}
     async with Peer(MODEL, run_id="run", listen="localhost:0", **options) as peer:
@@ -66,7 +65,6 @@ async def test_all_is_well_between_two_that_fit(tmp_path: Path) -> None:
     assert "the peer reaches 127.0.0.1" in texts
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("ours", "says"),
     [({}, "this peer has none: give token_file"), (OTHER_TOKEN, "does not accept this peer's token")],
@@ -79,7 +77,6 @@ async def test_a_token_that_is_missing_or_wrong(ours: Any, says: str, tmp_path: 
     assert about(found, "run") == []  # nothing else is told to strangers
 
 
-@pytest.mark.asyncio
 async def test_another_run_is_named_and_calls_nobody_back() -> None:
     async with Peer(MODEL, run_id="theirs") as peer:
         found = await examined(peer.endpoint, run_id="ours")
@@ -93,7 +90,6 @@ async def test_another_run_is_named_and_calls_nobody_back() -> None:
     assert "'theirs'" in run.text
 
 
-@pytest.mark.asyncio
 async def test_an_expired_certificate_of_either_side(tmp_path: Path) -> None:
     old = make_authority("run", NOW.replace(year=NOW.year - 1), 3000)
     ages = {"old": NOW.replace(year=NOW.year - 1), "new": NOW}
@@ -110,7 +106,6 @@ async def test_an_expired_certificate_of_either_side(tmp_path: Path) -> None:
     assert "it refuses the certificate of this one: by its clock the certificate has expired" in wrong(found)["tls"]
 
 
-@pytest.mark.asyncio
 async def test_a_certificate_for_another_name_and_of_another_authority(tmp_path: Path) -> None:
     for directory in ("a", "b", "c"):
         (tmp_path / directory).mkdir()
@@ -130,7 +125,6 @@ async def test_a_certificate_for_another_name_and_of_another_authority(tmp_path:
     assert "was not issued by an authority" in wrong(own)["certificate"]
 
 
-@pytest.mark.asyncio
 async def test_a_peer_refuses_an_authority_that_it_does_not_know(tmp_path: Path) -> None:
     """This side trusts both authorities, the peer trusts one."""
     ours: dict[str, Any] = write(tmp_path / "a", "127.0.0.1", of="another")
@@ -142,7 +136,6 @@ async def test_a_peer_refuses_an_authority_that_it_does_not_know(tmp_path: Path)
     assert "its authority is unknown there" in wrong(found)["tls"]
 
 
-@pytest.mark.asyncio
 async def test_tls_on_one_side_only(tmp_path: Path) -> None:
     files: dict[str, Any] = write(tmp_path, "127.0.0.1")
     async with Peer(MODEL, run_id="run", **files) as peer:
@@ -153,7 +146,6 @@ async def test_tls_on_one_side_only(tmp_path: Path) -> None:
     assert "the peer speaks no TLS" in wrong(found)["tls"]
 
 
-@pytest.mark.asyncio
 async def test_a_closed_port_and_an_unknown_host() -> None:
     found = await examined(free_address(), "nobody.invalid:4222")
     closed, unknown = [each for each in found if each.peer and each.severity is Severity.FAILURE]
@@ -162,7 +154,6 @@ async def test_a_closed_port_and_an_unknown_host() -> None:
     assert "unknown host" in unknown.text
 
 
-@pytest.mark.asyncio
 async def test_a_schema_that_differs_is_named() -> None:
     other = {"layer.weight": torch.ones(3, 5), "layer.bias": torch.ones(4), "head": torch.ones(2)}
     async with AsyncExitStack() as stack:
@@ -175,7 +166,6 @@ async def test_a_schema_that_differs_is_named() -> None:
     assert pair in wrong(between)["schema"]
 
 
-@pytest.mark.asyncio
 async def test_options_that_must_be_the_same_are_named() -> None:
     async with Peer(MODEL, run_id="run", aggregation="median", min_group_size=3) as peer:
         found = await examined(peer.endpoint)
@@ -183,14 +173,12 @@ async def test_options_that_must_be_the_same_are_named() -> None:
     assert expected in wrong(found)["options"]
 
 
-@pytest.mark.asyncio
 async def test_something_else_than_a_peer_listens() -> None:
     async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
         found = await examined(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
     assert list(wrong(found)) == ["call"]
 
 
-@pytest.mark.asyncio
 async def test_the_clock_of_the_peer_is_compared() -> None:
     async with Peer(MODEL, run_id="run", context=PeerContext(clock=lambda: time.time() + 40)) as peer:
         told = wrong(await examined(peer.endpoint))["clock-difference"]
@@ -200,7 +188,6 @@ async def test_the_clock_of_the_peer_is_compared() -> None:
     assert abs(ahead - 40_000) <= bound + 1.0, told  # both are rounded
 
 
-@pytest.mark.asyncio
 async def test_a_standstill_between_two_readings_of_the_clocks_is_within_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,7 +209,6 @@ async def test_a_standstill_between_two_readings_of_the_clocks_is_within_the_bou
     assert finding.severity is not Severity.FAILURE, finding.text
 
 
-@pytest.mark.asyncio
 async def test_the_port_of_a_peer_of_the_run_is_taken_by_it() -> None:
     address = f"127.0.0.1:{free_port()}"
     async with Peer(MODEL, run_id="run") as seed, Peer(MODEL, run_id="run", listen=address, join=[seed.endpoint]):
@@ -234,7 +220,6 @@ async def test_the_port_of_a_peer_of_the_run_is_taken_by_it() -> None:
     assert "the port is taken" in wrong(strange)["port"]
 
 
-@pytest.mark.asyncio
 async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -> None:
     seeds = tmp_path / "seeds"
     async with Peer(MODEL, run_id="run") as peer:
@@ -247,7 +232,6 @@ async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -
     assert "none" in wrong(missing)["join"]
 
 
-@pytest.mark.asyncio
 async def test_etcd_is_read_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[str] = []
 
@@ -268,7 +252,6 @@ async def test_etcd_is_read_and_not_written(monkeypatch: pytest.MonkeyPatch) -> 
     assert endpoint in about(found, "join")[0].text
 
 
-@pytest.mark.asyncio
 async def test_a_peer_behind_a_proxy_is_asked_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine knows no address of its name."""
     port = free_port()
@@ -285,7 +268,6 @@ async def test_a_peer_behind_a_proxy_is_asked_through_it(tmp_path: Path, monkeyp
     assert {request.split()[1] for request in seen} == {f"{NAME}:{port}"}
 
 
-@pytest.mark.asyncio
 async def test_all_is_measured_at_a_real_peer() -> None:
     async with Peer(MODEL, run_id="run") as peer:
         found = await examined(peer.endpoint, deep=True)
@@ -295,7 +277,6 @@ async def test_all_is_measured_at_a_real_peer() -> None:
     assert {*bandwidth.figures} == {"to_peer_bytes_per_second", "from_peer_bytes_per_second"}
 
 
-@pytest.mark.asyncio
 async def test_large_packets_that_vanish_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls are answered, and what fills packets is lost."""
     answered = RpcChannel.call
@@ -313,7 +294,6 @@ async def test_large_packets_that_vanish_are_told_with_the_remedy(monkeypatch: p
     assert "mtu 1280" in told["bandwidth"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("small_pass", [True, False])
 async def test_a_handshake_that_hangs_is_tried_with_small_packets(
     small_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,7 +324,6 @@ async def test_a_handshake_that_hangs_is_tried_with_small_packets(
     assert ("it does not answer during the TLS handshake" in told) is not small_pass
 
 
-@pytest.mark.asyncio
 async def test_with_tls_a_caller_is_called_back_at_the_hosts_of_its_certificate_only(tmp_path: Path) -> None:
     files: Any = write(tmp_path, "127.0.0.1")
     async with Peer([torch.ones(2)], run_id="run", **files) as peer:
@@ -354,7 +333,6 @@ async def test_with_tls_a_caller_is_called_back_at_the_hosts_of_its_certificate_
     assert "its certificate is for 127.0.0.1" in about(other, "call-back")[0].text
 
 
-@pytest.mark.asyncio
 async def test_the_strategies_are_compared() -> None:
     def training(strategy: str) -> Any:
         return lambda: TrainingProgress(strategy, "training", 3, None)

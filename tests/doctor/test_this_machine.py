@@ -55,7 +55,6 @@ def test_versions_are_compared_with_what_the_package_requires(
     assert bool(judged.remedy) == (severity is Severity.FAILURE)
 
 
-@pytest.mark.asyncio
 async def test_a_port_that_is_taken_or_needs_tls() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
@@ -69,7 +68,6 @@ async def test_a_port_that_is_taken_or_needs_tls() -> None:
     assert (await made("port", **everywhere, insecure=True)).severity is Severity.OK
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("options", "severity"),
     [
@@ -85,7 +83,6 @@ async def test_a_peer_that_others_must_reach_and_cannot(options: Any, severity: 
     assert (await made("listen", options.get("join", ()), **options)).severity == severity
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("advertise", "severity", "words"),
     [
@@ -169,7 +166,6 @@ def test_the_kernel_s_word_about_the_clock() -> None:
     assert 0 <= known[1] <= 3600
 
 
-@pytest.mark.asyncio
 async def test_certificates_are_checked_before_a_peer_uses_them(tmp_path: Path) -> None:
     authority = make_authority("run", NOW, 60)
     files: Any = stored(tmp_path / "new", authority, issue(authority, "peer", ["127.0.0.1"], NOW, 30))

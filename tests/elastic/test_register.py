@@ -48,7 +48,6 @@ class Stale(Lossy):
         return before
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(30))
 async def test_histories_in_memory_are_linearizable(seed: int) -> None:
     rng, register, recorder = random.Random(seed), MemoryRegister(), Recorder()
@@ -58,7 +57,6 @@ async def test_histories_in_memory_are_linearizable(seed: int) -> None:
     assert is_linearizable(recorder.history)
 
 
-@pytest.mark.asyncio
 async def test_the_checker_finds_stale_reads() -> None:
     found = 0
     for seed in range(20):
@@ -68,7 +66,6 @@ async def test_the_checker_finds_stale_reads() -> None:
     assert found > 15
 
 
-@pytest.mark.asyncio
 async def test_no_token_of_another_process_fits() -> None:
     first, second = MemoryRegister(), MemoryRegister()
     entry = (await first.compare_and_set("k", b"a", None)).entry
@@ -78,7 +75,6 @@ async def test_no_token_of_another_process_fits() -> None:
     assert written == SwapResult(other.entry, done=False)
 
 
-@pytest.mark.asyncio
 async def test_an_entry_is_forgotten_long_after_its_last_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ENTRIES", 2)
     now = [0.0]
@@ -100,7 +96,6 @@ async def test_an_entry_is_forgotten_long_after_its_last_write(monkeypatch: pyte
     assert register._total == 0
 
 
-@pytest.mark.asyncio
 async def test_keys_and_values_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     register = MemoryRegister()
     for key in ("", "k" * 257):

@@ -18,7 +18,6 @@ from tests.support.fault_proxy import FaultProxy
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(3))
 async def test_histories_of_callers_that_are_cut_off_are_linearizable(seed: int) -> None:
     rng, recorder = random.Random(seed), Recorder()
@@ -36,7 +35,6 @@ async def test_histories_of_callers_that_are_cut_off_are_linearizable(seed: int)
     assert is_linearizable(recorder.history)
 
 
-@pytest.mark.asyncio
 async def test_a_state_of_a_thousand_nodes_fits_and_larger_ones_are_refused() -> None:
     async with RpcServer("127.0.0.1:0", [RegisterService()]) as server, RpcChannel(server.endpoint) as channel:
         register = GrpcRegister(channel)
@@ -51,7 +49,6 @@ async def test_a_state_of_a_thousand_nodes_fits_and_larger_ones_are_refused() ->
         assert await register.get("nothing") is None
 
 
-@pytest.mark.asyncio
 async def test_a_stranger_can_neither_read_nor_write(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)

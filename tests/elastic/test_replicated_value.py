@@ -66,7 +66,6 @@ def payload(fenced: Fenced | None) -> bytes | None:
     return fenced.payload if fenced else None
 
 
-@pytest.mark.asyncio
 async def test_a_write_whose_answer_was_lost_is_recognised() -> None:
     place = Place()
     a = place.cell()
@@ -77,7 +76,6 @@ async def test_a_write_whose_answer_was_lost_is_recognised() -> None:
     assert (payload(fenced), done) == (b"1", True)
 
 
-@pytest.mark.asyncio
 async def test_a_newcomer_at_an_empty_register_takes_over_what_the_others_bring_back() -> None:
     place = Place()
     a = place.cell("a")
@@ -92,7 +90,6 @@ async def test_a_newcomer_at_an_empty_register_takes_over_what_the_others_bring_
     assert payload(await a.read()) == b"running"
 
 
-@pytest.mark.asyncio
 async def test_a_node_that_slept_for_long_takes_over_the_job_that_it_finds() -> None:
     place = Place()
     sleeper = place.cell("a")
@@ -103,7 +100,6 @@ async def test_a_node_that_slept_for_long_takes_over_the_job_that_it_finds() -> 
     assert payload(await sleeper.read()) == b"new"
 
 
-@pytest.mark.asyncio
 async def test_no_older_state_is_taken_however_long_a_node_was_away() -> None:
     place = Place()
     a = place.cell("a")
@@ -115,7 +111,6 @@ async def test_no_older_state_is_taken_however_long_a_node_was_away() -> None:
     assert payload(await a.read()) == b"2"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(40))
 async def test_all_nodes_agree_after_any_losses(seed: int) -> None:
     """The register loses everything, or goes back to an earlier state; versions never go back at a node."""
@@ -146,7 +141,6 @@ async def test_all_nodes_agree_after_any_losses(seed: int) -> None:
     assert None not in found
 
 
-@pytest.mark.asyncio
 async def test_a_job_that_ended_long_ago_is_nobodys() -> None:
     place = Place()
     await place.cell("a", world="1:2").write(b"old", None)
@@ -157,7 +151,6 @@ async def test_a_job_that_ended_long_ago_is_nobodys() -> None:
     assert (payload(fenced), done) == (b"new", True)
 
 
-@pytest.mark.asyncio
 async def test_a_job_id_in_use_by_another_world_is_refused_by_name() -> None:
     place = Place()
     await place.cell("a", world="--nnodes=1:2").write(b"state", None)
@@ -165,7 +158,6 @@ async def test_a_job_id_in_use_by_another_world_is_refused_by_name() -> None:
         await place.cell("b", world="--nnodes=3:3").read()
 
 
-@pytest.mark.asyncio
 async def test_tampered_bytes_are_refused_and_overwritten(caplog: pytest.LogCaptureFixture) -> None:
     place = Place()
     a = place.cell("a")
@@ -179,7 +171,6 @@ async def test_tampered_bytes_are_refused_and_overwritten(caplog: pytest.LogCapt
     assert payload(await place.cell("b").read()) == b"state"
 
 
-@pytest.mark.asyncio
 async def test_tokens_can_be_changed_one_node_after_the_other() -> None:
     place = Place()
     await place.cell("a", ("old-token-0123456789",)).write(b"state", None)
@@ -189,7 +180,6 @@ async def test_tokens_can_be_changed_one_node_after_the_other() -> None:
         await place.cell("c", ("new-token-0123456789",)).read()
 
 
-@pytest.mark.asyncio
 async def test_clocks_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     place = Place()
     a, ahead = place.cell("a"), place.cell("fast", ahead=20.0)

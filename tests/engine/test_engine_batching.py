@@ -62,7 +62,6 @@ def test_networks_take_turns(last: str, first: int) -> None:
     assert next_batch(waiting, set(last), 4, 40) == [waiting[first]]
 
 
-@pytest.mark.asyncio
 async def test_weights_that_arrive_during_a_batch_make_the_next_one() -> None:
     model, first, second = CountingModel(4), job(), job()
     model.go.clear()

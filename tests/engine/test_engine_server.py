@@ -61,7 +61,6 @@ async def says(client: httpx.AsyncClient, **expected: object) -> None:
     await until(asked)
 
 
-@pytest.mark.asyncio
 async def test_an_answer_has_text_tokens_logprobs_and_the_version() -> None:
     async with serving(CountingModel(7)) as client:
         asked = ABC | {"logprobs": 1, "return_token_ids": True, "n": 2}
@@ -84,7 +83,6 @@ async def test_an_answer_has_text_tokens_logprobs_and_the_version() -> None:
         assert answer["choices"][0]["logprobs"]["content"] == [entry]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_has_all_of_the_answer() -> None:
     async with serving(CountingModel(7)) as client:
         asked = ABC | {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, "n": 2}
@@ -105,7 +103,6 @@ async def test_a_stream_has_all_of_the_answer() -> None:
         assert deltas == [{"role": "assistant", "content": "b"}, {"content": "c"}]
 
 
-@pytest.mark.asyncio
 async def test_versions_change_between_requests_and_answers_name_theirs() -> None:
     model, publisher = CountingModel(), WeightPublisher()
     events: list[Any] = []
@@ -131,7 +128,6 @@ async def test_versions_change_between_requests_and_answers_name_theirs() -> Non
             assert (served["id"], served["max_model_len"]) == ("m", 64)
 
 
-@pytest.mark.asyncio
 async def test_a_publisher_that_is_away_costs_nothing() -> None:
     model, publisher, port = CountingModel(), WeightPublisher(), free_port()
     events: list[Any] = []
@@ -149,7 +145,6 @@ async def test_a_publisher_that_is_away_costs_nothing() -> None:
             await until(lambda: model.version == 2)
 
 
-@pytest.mark.asyncio
 async def test_another_model_ends_the_server_only_before_the_first_version() -> None:
     publisher = WeightPublisher()
     await publisher.publish({"v": torch.zeros(3)}, 1)
@@ -164,7 +159,6 @@ async def test_another_model_ends_the_server_only_before_the_first_version() -> 
             assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "0"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_version_that_cannot_be_used_is_said_once_and_the_next_is_served(value: float, first: bool) -> None:
@@ -187,7 +181,6 @@ async def test_a_version_that_cannot_be_used_is_said_once_and_the_next_is_served
     assert said == ["'w' of version 2 has a value that is not finite"]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(CountingModel):
         def generate(self, batch: Sequence[GenerationJob]) -> None:
@@ -201,7 +194,6 @@ async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureF
     assert "[DONE]" not in text
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_goes_away_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "QUEUE", 1)
     model = CountingModel()
@@ -227,7 +219,6 @@ def from_address(client: httpx.AsyncClient, address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=client.base_url, timeout=LIMIT, transport=transport)
 
 
-@pytest.mark.asyncio
 async def test_one_address_has_half_of_the_queue_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "QUEUE", 8)
     model = CountingModel()
@@ -247,7 +238,6 @@ async def test_one_address_has_half_of_the_queue_and_others_have_their_turn(monk
         assert [batch[0].asked.seed for batch in model.batches] == [1, 2, 1, 1, 1, 1]
 
 
-@pytest.mark.asyncio
 async def test_the_bytes_of_all_requests_are_bounded_and_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "BODY_BYTES", 1024)
     model = CountingModel()
@@ -269,7 +259,6 @@ async def test_the_bytes_of_all_requests_are_bounded_and_come_free(monkeypatch: 
         assert (await client.post("/v1/completions", content=filled)).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_requests_that_wait_at_the_end_get_an_error() -> None:
     model = CountingModel()
     model.go.clear()
@@ -300,7 +289,6 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
 ]
 
 
-@pytest.mark.asyncio
 async def test_what_is_not_served_is_refused_in_the_form_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "BODY_BYTES", 8192)
     async with serving(CountingModel()) as client:
@@ -333,7 +321,6 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai(monkeypatch: 
         assert (await client.post("/v1/chat/completions", json=chat | {"messages": [answered]})).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_a_token_is_needed_but_for_health_and_web_pages_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-long-secret-token\n")
     async with serving(CountingModel(), token_file=tmp_path / "token") as client:

@@ -101,7 +101,6 @@ async def status_of(channel: grpc.aio.Channel, path: str, metadata: Metadata = (
     return grpc.StatusCode.OK
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
 async def test_every_method_works_over_tls(name: str) -> None:
     here = replace(secure(*HERE), tokens=(TOKEN,))
@@ -118,7 +117,6 @@ async def test_every_method_works_over_tls(name: str) -> None:
             await CALLS[name](caller, endpoint)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 async def test_a_peer_is_dialled_by_address_and_by_name(host: str) -> None:
     async with (
@@ -128,7 +126,6 @@ async def test_a_peer_is_dialled_by_address_and_by_name(host: str) -> None:
         assert await caller.get_status(endpoint) == STATUS
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "credentials",
     [
@@ -147,7 +144,6 @@ async def test_a_caller_without_a_good_certificate_is_turned_away(credentials: C
     assert service.requests == []
 
 
-@pytest.mark.asyncio
 async def test_a_caller_without_any_certificate_is_turned_away() -> None:
     credentials = grpc.ssl_channel_credentials(tls().ca_pem)
     async with (
@@ -158,7 +154,6 @@ async def test_a_caller_without_any_certificate_is_turned_away() -> None:
             assert await status_of(channel, path) is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("listener", "words"),
     [
@@ -176,7 +171,6 @@ async def test_nobody_talks_to_a_listener_without_a_good_certificate(listener: C
     assert service.requests == []
 
 
-@pytest.mark.asyncio
 async def test_a_listener_at_a_host_that_is_not_its_own_is_not_believed() -> None:
     """Another peer's port, taken over by somebody with a certificate for another host."""
     advertised = GrpcTransport(
@@ -190,7 +184,6 @@ async def test_a_listener_at_a_host_that_is_not_its_own_is_not_believed() -> Non
     await advertised.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:4222", "c.b.example.org:1"])
 async def test_nobody_uses_the_endpoint_of_another(endpoint: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
@@ -211,7 +204,6 @@ async def test_nobody_uses_the_endpoint_of_another(endpoint: str) -> None:
     assert gossip.digests == []
 
 
-@pytest.mark.asyncio
 async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_into_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,7 +226,6 @@ async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_i
     assert gossip.digests == []
 
 
-@pytest.mark.asyncio
 async def test_a_name_cannot_be_changed_later_in_a_stream() -> None:
     seen: list[str] = []
 
@@ -258,7 +249,6 @@ async def test_a_name_cannot_be_changed_later_in_a_stream() -> None:
 # Tokens
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
 async def test_every_method_needs_a_token(encrypted: bool) -> None:
     credentials = Credentials(tls=tls(*HERE) if encrypted else None, tokens=(TOKEN, OLD_TOKEN))
@@ -288,7 +278,6 @@ async def test_every_method_needs_a_token(encrypted: bool) -> None:
             assert await status_of(channel, HEALTH) is grpc.StatusCode.OK
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["join_group", "get_status"])
 async def test_the_caller_is_informed_what_to_give_and_the_callee_logs_who_has_none(
     caplog: pytest.LogCaptureFixture, name: str
@@ -310,7 +299,6 @@ async def test_the_caller_is_informed_what_to_give_and_the_callee_logs_who_has_n
             await CALLS[name](caller, endpoint)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["aggregate_part", "push"])  # who only looks may
 async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
     caplog: pytest.LogCaptureFixture, name: str
@@ -326,7 +314,6 @@ async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
     assert TOKEN not in line
 
 
-@pytest.mark.asyncio
 async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,7 +331,6 @@ async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
     assert refused(caplog) == [f"refused a call from 127.0.0.1: {told}"]
 
 
-@pytest.mark.asyncio
 async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCaptureFixture) -> None:
     async with Peer({"w": torch.zeros(3)}, run_id="one") as peer, client() as caller:
         for call in (
@@ -359,7 +345,6 @@ async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCapt
     assert "belongs to run 'one', not to 'other'" in line
 
 
-@pytest.mark.asyncio
 async def test_tokens_are_changed_one_peer_after_the_other() -> None:
     """First all accept the new one, then all send it, then none accepts the old one."""
     stages = [(OLD_TOKEN,), (OLD_TOKEN, TOKEN), (TOKEN, OLD_TOKEN), (TOKEN,)]
@@ -378,7 +363,6 @@ async def test_tokens_are_changed_one_peer_after_the_other() -> None:
             await caller.get_schema(endpoint)
 
 
-@pytest.mark.asyncio
 async def test_without_tokens_everybody_may_look_into_a_peer() -> None:
     async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         for path in INSPECTION:
@@ -389,7 +373,6 @@ async def test_without_tokens_everybody_may_look_into_a_peer() -> None:
 # Listening and dialling
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
 async def test_other_machines_connect_with_tls_or_if_that_is_wanted(listen: str) -> None:
     async def bind(credentials: Credentials | None) -> str:
@@ -406,7 +389,6 @@ async def test_other_machines_connect_with_tls_or_if_that_is_wanted(listen: str)
     assert (await bind(secure("a.example.org"))).startswith("a.example.org:")
 
 
-@pytest.mark.asyncio
 async def test_metadata_services_of_clouds_are_not_dialled() -> None:
     async with serving(FakePeer()) as (caller, _):
         for endpoint in ("169.254.169.254:80", "[fe80::1]:1", "[fd00:ec2::254]:80", "0.0.0.0:1", "[ff02::1]:1"):
@@ -415,7 +397,6 @@ async def test_metadata_services_of_clouds_are_not_dialled() -> None:
                     await call(caller, endpoint)
 
 
-@pytest.mark.asyncio
 async def test_loopback_is_dialled_by_those_that_are_there() -> None:
     elsewhere = Credentials(insecure=True)
     async with serving(FakePeer()) as (local, endpoint):
@@ -441,7 +422,6 @@ async def test_loopback_is_dialled_by_those_that_are_there() -> None:
             await one.close()
 
 
-@pytest.mark.asyncio
 async def test_names_are_judged_by_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     async def found(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         known = {

@@ -33,7 +33,6 @@ PROTOCOL_VERSION_ALERT = bytes([ALERT, 3, 1, 0, 2, 2, 70])
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("answer", [PROTOCOL_VERSION_ALERT, HTTP2_SETTINGS], ids=["alert", "plaintext"])
 async def test_a_peer_never_falls_back_to_an_old_version_or_to_plaintext(answer: bytes, tmp_path: Path) -> None:
     """Whatever a listener answers, each attempt of the peer begins with the same offer, and no token is sent."""
@@ -59,7 +58,6 @@ async def test_a_peer_never_falls_back_to_an_old_version_or_to_plaintext(answer:
         assert TOKEN.encode() not in sent
 
 
-@pytest.mark.asyncio
 async def test_a_resumed_session_does_not_outlive_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     certificate_of, resumed = authentication.certificate_of, []
     own, kept = tls(*HERE), session_cache.ssl_session_cache_lru(2)  # type: ignore[no-untyped-call]
@@ -98,7 +96,6 @@ def chain_of_a_member() -> Tls:
     return Tls(believed.ca_pem, chain, made.key, believed.authorities, leaf, key, "chain.pem")
 
 
-@pytest.mark.asyncio
 async def test_a_member_is_no_authority() -> None:
     """Neither as a caller nor as a listener."""
     service, fake = FakePeer(), Credentials(tls=chain_of_a_member())

@@ -42,7 +42,6 @@ async def sees(peer: Peer, other: Peer) -> None:
                 return
 
 
-@pytest.mark.asyncio
 async def test_the_first_peer_of_a_name_starts_the_run_and_the_second_joins_it(tmp_path: Path) -> None:
     """With certificates for the name alone, as all addresses of it have in Kubernetes."""
     files: dict[str, Any] = {**write(tmp_path, "localhost")}
@@ -67,7 +66,6 @@ async def test_the_first_peer_of_a_name_starts_the_run_and_the_second_joins_it(t
         assert f"127.0.0.1:{port}" in second.seeds
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_is_alone_reads_its_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both started alone, and the file names one of them later."""
     monkeypatch.setattr(lifecycle, "GossipDiscovery", FastGossip)
@@ -83,7 +81,6 @@ async def test_a_peer_that_is_alone_reads_its_file_again(tmp_path: Path, monkeyp
         assert list(first.seeds) == [other]
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_a_file_names_no_longer_is_not_waited_for(tmp_path: Path) -> None:
     """A peer that was killed is in the file still, until its owner removes it: then this peer starts a run."""
     path, dead = tmp_path / "seeds", free_address()
@@ -105,7 +102,6 @@ async def test_an_address_that_a_file_names_no_longer_is_not_waited_for(tmp_path
         assert f"file:{path} has no other peer" in peer.discovery.diagnose().isolation
 
 
-@pytest.mark.asyncio
 async def test_a_client_waits_for_a_peer_although_its_source_names_none(tmp_path: Path) -> None:
     """It could not start a run."""
     path = tmp_path / "seeds"
@@ -115,7 +111,6 @@ async def test_a_client_waits_for_a_peer_although_its_source_names_none(tmp_path
             pass
 
 
-@pytest.mark.asyncio
 async def test_an_etcd_that_is_away_ends_the_join_with_its_reason() -> None:
     where = f"{free_address()},{free_address()}"
     with pytest.raises(JoinError, match=r"no member answers .*check the address, and that etcd serves there"):

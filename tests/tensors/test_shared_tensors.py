@@ -16,7 +16,6 @@ from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 
 
-@pytest.mark.asyncio
 async def test_the_action_needs_the_lock_and_releases_it() -> None:
     shared, done = SharedTensors([torch.zeros(2)]), []
     with shared.locked():
@@ -30,7 +29,6 @@ async def test_the_action_needs_the_lock_and_releases_it() -> None:
     assert done == ["later", "at once", "at once"]
 
 
-@pytest.mark.asyncio
 async def test_an_action_that_is_cancelled_while_it_waits_for_the_lock_is_not_run() -> None:
     shared, done = SharedTensors([torch.zeros(2)]), []
     with shared.locked():
@@ -44,7 +42,6 @@ async def test_an_action_that_is_cancelled_while_it_waits_for_the_lock_is_not_ru
     assert done == []
 
 
-@pytest.mark.asyncio
 async def test_a_cancellation_waits_for_an_action_that_has_started() -> None:
     """Otherwise the tensors would be written while the application uses them again."""
     shared, begun, go_on = SharedTensors([torch.zeros(2)]), threading.Event(), threading.Event()

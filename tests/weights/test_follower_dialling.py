@@ -40,7 +40,6 @@ class Naming:
         return [FOLLOW.streams(self._follow), FETCH.streams(self._store.send)]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "endpoint",
     ["169.254.169.254:80", "[fd00:ec2::254]:80", "0.0.0.0:80", "224.0.0.1:80", "[::ffff:169.254.169.254]:80"],

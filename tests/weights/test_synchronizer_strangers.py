@@ -36,7 +36,6 @@ async def served(config: SynchronizerConfig | None = None) -> AsyncGenerator[tup
         yield synchronizer, server.endpoint
 
 
-@pytest.mark.asyncio
 async def test_a_state_that_stops_arriving_ends() -> None:
     async def parts(session: bytes) -> AsyncGenerator[wire.StatePart, None]:
         yield wire.StatePart(head=head_of(STATE), session=session, step=1)
@@ -53,7 +52,6 @@ async def test_a_state_that_stops_arriving_ends() -> None:
         assert synchronizer.get_model_state_dict() == (None, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_host_has_a_quota_of_sessions_and_followers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_HOST", 1)
     monkeypatch.setattr(publishing, "MAX_FOLLOWERS_PER_HOST", 1)
@@ -81,7 +79,6 @@ class Member(WeightReceiver):
         self.called.append(master_address)
 
 
-@pytest.mark.asyncio
 async def test_explorers_are_not_called_to_addresses_at_which_no_trainer_can_be() -> None:
     async with AsyncExitStack() as stack:
         synchronizer, endpoint = await stack.enter_async_context(served())
@@ -100,7 +97,6 @@ async def test_explorers_are_not_called_to_addresses_at_which_no_trainer_can_be(
         assert member.called == ["127.0.0.1"]
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HELLO_SECONDS", 0.1)
 

@@ -21,8 +21,6 @@ from averaging.weights import VllmServer, WeightPublisher, WeightSnapshot, seal,
 from tests.metrics.scraping import scrape
 from tests.support.processes import averaging_process
 
-pytestmark = pytest.mark.asyncio
-
 WHOLE = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
 
 

@@ -81,7 +81,6 @@ def holds(follower: ModelReceiver, weights: Mapping[str, torch.Tensor]) -> bool:
     return follower.newest is not None and same(follower.newest.tensors(), weights)
 
 
-@pytest.mark.asyncio
 async def test_only_what_changed_travels() -> None:
     publisher, weights = WeightPublisher(run_id="run"), state()
     async with AsyncExitStack() as stack:
@@ -104,7 +103,6 @@ async def test_only_what_changed_travels() -> None:
         assert follower.bytes_received == publisher.bytes_sent
 
 
-@pytest.mark.asyncio
 async def test_versions_never_go_back_and_keep_their_layout() -> None:
     publisher, weights = WeightPublisher(), state()
     assert await publisher.publish(weights, 7) == 7
@@ -123,7 +121,6 @@ async def test_versions_never_go_back_and_keep_their_layout() -> None:
     assert publisher.version == 8
 
 
-@pytest.mark.asyncio
 async def test_a_restarted_publisher_with_older_versions_is_not_followed_until_it_is_past_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -150,7 +147,6 @@ async def test_a_restarted_publisher_with_older_versions_is_not_followed_until_i
             )
 
 
-@pytest.mark.asyncio
 async def test_32_followers_cost_the_publisher_few_copies() -> None:
     publisher, weights = WeightPublisher(run_id="run"), state()
     async with AsyncExitStack() as stack:
@@ -187,7 +183,6 @@ class Liar:
                 yield wire.Reply(pieces=[wire.Piece(index=index, data=bytes(1 << 20))])
 
 
-@pytest.mark.asyncio
 async def test_a_source_that_sends_something_wrong_is_left_for_some_versions(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +229,6 @@ def test_a_script_updates_its_model() -> None:
         WeightFollower(model, join=["127.0.0.1:1"]).update()
 
 
-@pytest.mark.asyncio
 async def test_asyncio_code_iterates_over_versions() -> None:
     publisher, weights = WeightPublisher(), state()
     module = torch.nn.ParameterDict({name: torch.nn.Parameter(t, requires_grad=False) for name, t in state(1).items()})
@@ -325,14 +319,12 @@ def test_a_model_that_turns_out_to_be_another_one_later() -> None:
             follower.update(timeout=LIMIT)
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_publishes_nothing_is_named() -> None:
     async with Peer([torch.zeros(2)], run_id="run") as peer, AsyncExitStack() as stack:
         with pytest.raises(StateError, match=rf"{peer.endpoint} publishes no weights; .*services=\[WeightPublisher"):
             await follow(stack, peer.endpoint)
 
 
-@pytest.mark.asyncio
 async def test_nobody_answers() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"no publisher answered within 0.5 s \(.*connection refused"):
@@ -347,7 +339,6 @@ async def test_nobody_answers() -> None:
                 await follow(stack, server.endpoint, listen=server.endpoint)
 
 
-@pytest.mark.asyncio
 async def test_tls_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "COPIES", 1)
     files = write(tmp_path, "127.0.0.1")

@@ -68,7 +68,6 @@ def worker(port: int, version: int) -> JsonProcess:
     return JsonProcess("python", "-m", "tests.weights.weights_worker", str(port), str(version))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("share", [0.5])
 @pytest.mark.parametrize("first", [True, False], ids=["whole", "difference"])
 async def test_the_publisher_is_killed(share: float, first: bool) -> None:
@@ -106,7 +105,6 @@ async def test_the_publisher_is_killed(share: float, first: bool) -> None:
                 assert holds(follower, weights_of(version + 1))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "fault", [Fault.CUT, Fault.STALL, Fault.HALF_OPEN, Fault.CORRUPT], ids=lambda fault: fault.value
 )
@@ -153,7 +151,6 @@ class Silent:
             yield wire.Reply()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
 async def test_one_of_many_silent_sources_is_tried_and_none_for_the_next_versions(
     pause: float | None, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +193,6 @@ class Dripping:
             await asyncio.sleep(3600)
 
 
-@pytest.mark.asyncio
 async def test_a_source_that_sends_a_message_now_and_then_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "COPIES", 1)
     publisher, weights = WeightPublisher(), state()
@@ -245,7 +241,6 @@ def test_a_source_has_no_credit_for_what_it_sent_before() -> None:
     assert pace.left(5.0) == 0.0
 
 
-@pytest.mark.asyncio
 async def test_followers_go_on_with_another_publisher_of_the_same_weights() -> None:
     first, second, weights = WeightPublisher(), WeightPublisher(), state()
     async with AsyncExitStack() as stack:
@@ -269,7 +264,6 @@ async def pieces_of(channel: RpcChannel, name: bytes, count: int) -> AsyncGenera
             yield piece.index
 
 
-@pytest.mark.asyncio
 async def test_two_versions_that_newer_ones_have_replaced_are_sent_to_their_end() -> None:
     publisher, count = WeightPublisher(bases=0), 48
     async with AsyncExitStack() as stack:
@@ -288,7 +282,6 @@ async def test_two_versions_that_newer_ones_have_replaced_are_sent_to_their_end(
             assert [index async for index in reader] == list(range(1, count))
 
 
-@pytest.mark.asyncio
 async def test_slow_followers_finish_versions_while_newer_ones_come() -> None:
     publisher = WeightPublisher(bases=1)
     with FaultProxy(20e6) as proxy:

@@ -48,7 +48,6 @@ def has_more(follower: ModelReceiver, received: int) -> bool:
     return follower.bytes_received > received
 
 
-@pytest.mark.asyncio
 async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,7 +134,6 @@ async def follow_scripted(stack: AsyncExitStack, scripted: Scripted, **options: 
     return await stack.enter_async_context(ModelReceiver(settings))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
 async def test_digests_that_never_come_are_given_up(pause: float | None) -> None:
     async with AsyncExitStack() as stack:
@@ -149,7 +147,6 @@ async def test_digests_that_never_come_are_given_up(pause: float | None) -> None
         assert holds(follower, weights)
 
 
-@pytest.mark.asyncio
 async def test_a_digest_that_does_not_fit_reaches_nobody(caplog: pytest.LogCaptureFixture) -> None:
     async with AsyncExitStack() as stack:
         scripted = Scripted(state())
@@ -163,7 +160,6 @@ async def test_a_digest_that_does_not_fit_reaches_nobody(caplog: pytest.LogCaptu
         await has(follower, 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "message",
     [
