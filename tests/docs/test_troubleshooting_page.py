@@ -18,7 +18,7 @@ from averaging.errors import JoinError
 from averaging.matchmaking.search_state import explain_absence
 from averaging.peer import PeerContext
 from averaging.security.ca import issue, make_authority
-from tests.support.certificates import NOW, stored, write
+from tests.support.certificates import NOW, stored, token_file, write
 from tests.support.pages import ROOT
 from tests.support.peers import enter
 
@@ -40,10 +40,8 @@ def agree(page: str, error: str) -> bool:
 
 def token(directory: Path, text: str) -> dict[str, Path]:
     """A file of tokens, as an option."""
-    path = directory / text
-    path.touch(mode=0o600)
-    path.write_text(text)
-    return {"token_file": path}
+    (directory / text).mkdir()
+    return {"token_file": token_file(directory / text, text)}
 
 
 def aged(directory: Path, days: float) -> tuple[dict[str, Any], dict[str, Any]]:

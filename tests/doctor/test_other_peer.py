@@ -28,7 +28,7 @@ from averaging.security.ca import issue, make_authority
 from averaging.seeds.sources import EtcdSeeds
 from averaging.tensors import Schema, describe
 from tests.doctor.doctors import about, examined, wrong
-from tests.support.certificates import NOW, authority, stored, write
+from tests.support.certificates import NOW, authority, stored, token_file, write
 from tests.support.ports import free_address, free_port
 from tests.transport.test_proxies import NAME, connecting
 
@@ -39,10 +39,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 
 def token(directory: Path, text: str) -> dict[str, Any]:
-    path = directory / text
-    path.touch(mode=0o600)
-    path.write_text(text)
-    return {"token_file": path}
+    (directory / text).mkdir()
+    return {"token_file": token_file(directory / text, text)}
 
 
 def schema(model: Mapping[str, torch.Tensor] = MODEL) -> Schema:

@@ -31,7 +31,7 @@ from averaging.elastic.rendezvous_state import Seal
 from averaging.elastic.session import RegisterSession
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import EventLoopThread, RpcServer
-from tests.support.certificates import TOKEN, write
+from tests.support.certificates import token_file, write
 from tests.support.ports import free_address
 
 QUICK = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 30}
@@ -269,11 +269,8 @@ def test_the_node_with_the_local_address_of_the_endpoint_hosts_the_register(
 
 
 def test_tls_and_a_token(nodes: Nodes, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(TOKEN)
-    conf: dict[str, Any] = {**write(tmp_path, "127.0.0.1"), "token_file": tokens}
-    tls: dict[str, Any] = {**write(tmp_path, "127.0.0.1")}
+    tokens, tls = token_file(tmp_path), dict[str, Any](write(tmp_path, "127.0.0.1"))
+    conf = {**tls, "token_file": tokens}
     infos = nodes.meet(nodes.node(2, **conf), nodes.node(2, **conf))
     assert {info.world_size for info in infos} == {2}
     with pytest.raises(RendezvousConnectionError, match="the register refuses this node"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,12 @@ from typing import Any
 import pytest
 
 from tests.elastic.jobs import PATIENCE, Job, Node
+from tests.support.certificates import token_file
 from tests.support.processes import JsonProcess, averaging_process
 
 pytestmark = pytest.mark.timeout(600)
 
 long = pytest.mark.long
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def register(stack: ExitStack, endpoint: str) -> JsonProcess:
@@ -181,9 +175,7 @@ def test_every_serving_peer_is_a_register(stack: ExitStack, tmp_path: Path) -> N
     from safetensors.torch import save_file
 
     save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("a-token-0123456789")
+    tokens = token_file(tmp_path)
     peer = stack.enter_context(
         averaging_process(
             "peer",

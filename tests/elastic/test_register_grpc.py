@@ -12,7 +12,7 @@ from averaging.elastic.register import MAX_VALUE_BYTES, GrpcRegister, Register, 
 from averaging.errors import CallRefusedError
 from averaging.rpc import RpcChannel, RpcServer, read_credentials
 from tests.elastic.linearizability import Recorder, is_linearizable, periodic_faults
-from tests.support.certificates import TOKEN
+from tests.support.certificates import token_file
 from tests.support.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -50,10 +50,7 @@ async def test_a_state_of_a_thousand_nodes_fits_and_larger_ones_are_refused() ->
 
 
 async def test_a_stranger_can_neither_read_nor_write(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(TOKEN)
-    credentials = read_credentials(token_file=tokens)
+    credentials = read_credentials(token_file=token_file(tmp_path))
     async with (
         RpcServer("127.0.0.1:0", [RegisterService()], credentials=credentials) as server,
         RpcChannel(server.endpoint) as stranger,

@@ -26,7 +26,7 @@ from tests.endurance.actors import Actor
 from tests.endurance.judge import Judge
 from tests.endurance.plan import FaultKind, Strike, Target, draw
 from tests.endurance.roster import PARTS, Roster
-from tests.support.certificates import write
+from tests.support.certificates import token_file, write
 
 TICK_SECONDS, MEASURE_SECONDS, REPORT_SECONDS = 0.25, 5.0, 60.0
 START_SECONDS, CALM_SECONDS, COOL_SECONDS = 30.0, 20.0, 60.0
@@ -202,10 +202,7 @@ def perform(given: argparse.Namespace) -> int:
     seconds = given.hours * 3600 if given.hours else given.minutes * 60
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="endurance-")))
-        token = folder / "token"
-        token.touch(mode=0o600)
-        token.write_text("endurance-0123456789")
-        files = write(folder / "certificates", "127.0.0.1", "localhost") | {"token_file": token}
+        files = write(folder / "certificates", "127.0.0.1", "localhost") | {"token_file": token_file(folder)}
         actors = Roster(stack, folder, files, given.only).actors
         for actor in actors:
             stack.callback(actor.close)

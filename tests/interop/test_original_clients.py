@@ -12,7 +12,7 @@ import pytest
 from averaging.rl.feed import BatchFeed
 from tests.feed.feeds import Feed, registration
 from tests.interop.atropos import ENVIRONMENT, PYTHON, program, site_packages
-from tests.support.certificates import TOKEN
+from tests.support.certificates import TOKEN, token_file
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.interop
@@ -30,10 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o600)
-    return path
+    return token_file(tmp_path)
 
 
 @pytest.fixture

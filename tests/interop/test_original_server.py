@@ -29,12 +29,6 @@ def server() -> Iterator[RunApi]:
         yield server
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
     processes = [
         stack.enter_context(a_rank(r, ranks, store, url, registration(**changes), poll=0.05, retry_timeout=DEADLINE))

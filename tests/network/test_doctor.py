@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.network.namespaces import NAMES, TwoSites
-from tests.support.certificates import write
+from tests.support.certificates import token_file, write
 from tests.support.processes import JsonProcess
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]  # most wait for what does not arrive
@@ -53,9 +53,7 @@ class TwoPeers:
 
     def __init__(self, sites: TwoSites, folder: Path) -> None:
         self.sites, self._folder = sites, folder
-        token = folder / "token"
-        token.touch(mode=0o600)
-        token.write_text("right-token-0123456789")
+        token_file(folder)
         save_file({"w": torch.ones(1000)}, folder / "w.safetensors")
 
     def start(self, listen: str = "0.0.0.0") -> JsonProcess:

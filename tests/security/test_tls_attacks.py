@@ -20,7 +20,7 @@ from averaging.errors import JoinError, PeerUnreachableError
 from averaging.security.ca import issue
 from averaging.security.credentials import Credentials, Tls
 from averaging.transport.grpc import authentication, methods
-from tests.support.certificates import HERE, NOW, TOKEN, certificate, secure, tls, write
+from tests.support.certificates import HERE, NOW, TOKEN, certificate, secure, tls, token_file, write
 from tests.support.grpc_fakes import FakePeer, client, serving
 from tests.support.listening import listening
 
@@ -44,11 +44,8 @@ async def test_a_peer_never_falls_back_to_an_old_version_or_to_plaintext(answer:
         await writer.drain()
         heard[-1] = first + await reader.read(1 << 16)
 
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(TOKEN)
     async with listening(downgrade) as endpoint:
-        options = write(tmp_path, *HERE) | {"token_file": token}
+        options = write(tmp_path, *HERE) | {"token_file": token_file(tmp_path)}
         peer = Peer([torch.zeros(1)], run_id="run", join=[endpoint], join_timeout=2.0, **options)  # type: ignore[arg-type]
         with pytest.raises(JoinError):
             await peer.__aenter__()

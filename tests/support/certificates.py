@@ -44,6 +44,13 @@ def write(directory: Path, *hosts: str, of: str = "run") -> dict[str, Path]:
     return stored(directory, authority(of), certificate(*hosts, of=of), "-".join(hosts) or "client")
 
 
+def token_file(directory: Path, text: str = TOKEN) -> Path:
+    path = directory / "token"
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
 def stored(directory: Path, root: Issued, issued: Issued, name: str = "peer") -> dict[str, Path]:
     """Files of a peer, as options of a `Peer`."""
     directory.mkdir(exist_ok=True)

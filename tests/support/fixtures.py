@@ -35,10 +35,15 @@ def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    """Starts peers in processes of their own, and ends them."""
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
-        yield Workers(stack)
+        yield stack
+
+
+@pytest.fixture
+def workers(stack: ExitStack) -> Workers:
+    """Starts peers in processes of their own, and ends them."""
+    return Workers(stack)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,6 @@ class Ranks:
     def send(self, line: str) -> None:
         for process in self.processes:
             process.send(line)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def has(weights: WeightFollower, version: int) -> None:

@@ -35,7 +35,7 @@ from averaging.weights import publisher as publishing
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.store import FETCH
 from averaging.wire import weights_pb2 as wire
-from tests.support.certificates import TOKEN, write
+from tests.support.certificates import token_file, write
 from tests.support.ports import free_address, free_port
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -342,8 +342,7 @@ async def test_nobody_answers() -> None:
 async def test_tls_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "COPIES", 1)
     files = write(tmp_path, "127.0.0.1")
-    (token := tmp_path / "token").write_text(TOKEN)
-    token.chmod(0o600)
+    token = token_file(tmp_path)
     tls = TLSFiles(files["tls_ca"], files["tls_cert"], files["tls_key"])
     credentials = read_credentials(tls=tls, token_file=token)
     publisher, weights = WeightPublisher(), state()
