@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,12 +53,6 @@ def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(
         assert sum(each.sequences for each in batch) <= 8
         assert max(each.longest for each in batch) + max(each.max_tokens for each in batch) <= 40
         assert len(batch) == 1 or all(each.asked.seed is None for each in batch)
-
-
-@pytest.mark.parametrize(("last", "first"), [("", 0), ("a", 2), ("b", 0), ("ab", 0)])
-def test_networks_take_turns(last: str, first: int) -> None:
-    waiting = [job(seed=1, network=network) for network in "aab"]
-    assert next_batch(waiting, set(last), 4, 40) == [waiting[first]]
 
 
 async def test_weights_that_arrive_during_a_batch_make_the_next_one() -> None:

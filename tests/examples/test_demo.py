@@ -37,25 +37,12 @@ def test_not_better_is_said_and_not_good(loss: float) -> None:
     assert "NOT better" in str(verdict)
 
 
-def test_without_all_results_there_is_no_verdict() -> None:
-    unfinished = record((2.4, "a"))
-    unfinished.members.append(Member("peer 3", 3))
-    with pytest.raises(ValueError, match="without a result"):
-        judge(unfinished)
-
-
 def test_what_a_killed_peer_had_still_in_its_pipe_does_not_revive_it() -> None:
     peer = Member("peer 1", 1)
     peer.take({"event": "step", "step": 7, "loss": 3.0})
     peer.killed()
     assert peer.take({"event": "step", "step": 8, "loss": 2.0}) is None
     assert (peer.state, peer.step, peer.killed_at) == ("KILLED", 7, 7)
-
-
-def test_endpoints_in_a_line_get_their_names_but_not_within_longer_ones() -> None:
-    peers = [Member("peer 1", 1, endpoint="127.0.0.1:44"), Member("peer 2", 2, endpoint="127.0.0.1:445")]
-    line = Record(1, peers).explain("lost 127.0.0.1:445 in a round", peers[0])
-    assert line == "lost peer 2 (127.0.0.1:445) in a round"
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 7])

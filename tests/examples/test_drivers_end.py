@@ -10,8 +10,8 @@ import pytest
 
 from tests.examples.running import DEADLINE, Example, example
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: -signal.SIGHUP, signal.SIGKILL: -signal.SIGKILL}
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
 
 
 SYNTHETIC = """

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from examples.posttrain.__main__ import main
 from examples.posttrain.story import EventReader, Events
 from examples.posttrain.verdict import Step, on_answers, on_batches, on_kills, on_reward, on_versions, on_weights
 
@@ -57,10 +54,3 @@ def test_events_are_read_once_and_half_a_line_waits(tmp_path: Path) -> None:
     assert reader.new() == []
     file.write_text(line + line)
     assert [event["process"] for event in reader.new()] == ["rank-0"]
-
-
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as ended:
-        main(["--directory", str(tmp_path / "file" / "inside")])
-    assert "give another --directory" in str(ended.value)

@@ -118,13 +118,3 @@ def test_buffered_groups_that_add_up(sizes: list[int], target: int) -> None:
     assert (ours is None) == (not found)
     if ours is not None:
         assert sum(sizes[index] for index in ours) == sum(sizes[index] for index in found) == target
-
-
-def test_groups_that_wait_forever_in_the_library() -> None:
-    """These are groups whose size does not divide the largest one, and all groups behind one larger than a batch."""
-    threes_and_fours = [(3, 0)] * 4 + [(4, 0)]
-    assert library().grab_exact_from_heterogeneous_queue(queue_of(threes_and_fours), 12)[0] is None
-    assert exact_sum([size for size, _ in threes_and_fours], 12) == [0, 1, 2, 3]
-    giant = [(8, 0), (2, 0), (2, 0)]
-    assert library().grab_exact_from_heterogeneous_queue(queue_of(giant), 4)[0] is None
-    assert exact_sum([size for size, _ in giant], 4) == [1, 2]

@@ -35,9 +35,3 @@ def test_only_this_user_can_read_it() -> None:
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others; delete it"):
         local_credentials("workers")
-
-
-def test_a_folder_that_cannot_be_made(home: Path) -> None:
-    (home / "state").touch()
-    with pytest.raises(ConfigError, match="set XDG_STATE_HOME to a folder of your own, or give credentials"):
-        local_credentials("workers")

@@ -165,10 +165,3 @@ def test_a_run_that_publishes_a_part_of_the_model_is_refused(worker: Any, traine
     worker.start_weight_update()
     with pytest.raises(ValueError, match=r"the run does not publish lm_head\.weight"):
         worker.update_weights({"version": 1, "timeout": 10.0})
-
-
-def test_an_update_before_the_engine_follows_anybody_is_refused(vllm_config: Any) -> None:
-    worker = served_worker(vllm_config)
-    worker.start_weight_update()
-    with pytest.raises(RuntimeError, match="follows nobody yet; call /init_weight_transfer_engine with join first"):
-        worker.update_weights({})
