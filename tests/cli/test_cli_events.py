@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.cli import peer as events
-from averaging.common import plain, size
+from averaging.common import plain
 from averaging.errors import CallRefusedError, JoinError
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
@@ -91,11 +91,6 @@ def test_the_depth_is_bounded_and_what_json_can_represent_is_left_as_it_is() -> 
     for _ in range(5000):
         deep = [deep]
     assert len(json.dumps({"gathered": plain(deep)}, allow_nan=False)) < 100
-
-
-def test_sizes() -> None:
-    told = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.0 KiB", 3 << 20: "3.0 MiB", 5 << 40: "5120.0 GiB"}
-    assert {count: size(count) for count in told} == told
 
 
 def test_strangers_cannot_write_to_the_terminal() -> None:

@@ -24,7 +24,7 @@ from averaging.cli.peer import peer_command
 from averaging.cli.running import DEFAULTS, CommandError, run, starting
 from averaging.config import OPTIONS, NonFinite, PeerConfig
 from averaging.protocol.group import Mode
-from averaging.protocol.messages import COMPRESSIONS, CompressionType
+from averaging.protocol.messages import CompressionType
 
 
 @pytest.fixture
@@ -159,25 +159,6 @@ def test_options_and_defaults_are_those_of_the_library() -> None:
         else:
             expected = shown(field.default)
         assert f"[default: {expected}" in str(option.help), field.name
-
-
-def test_help_shows_basic_options_first() -> None:
-    text = CliRunner().invoke(main, ["peer", "--help"]).stdout
-    titles = [
-        line[:-1] for line in text.splitlines() if line.startswith(("Basic options:", "This command:", "Advanced"))
-    ]
-    sections = list(dict.fromkeys(declared.section for declared in OPTIONS.values()))
-    assert titles == ["Basic options", "This command", *sections[1:]]
-
-
-def test_choices_are_those_of_the_library() -> None:
-    choices = {name: o.kind.metavar.strip("[]").split("|") for name, o in OPTIONS.items() if o.kind.metavar[:1] == "["}
-    assert choices == {
-        "compression": list(COMPRESSIONS),
-        "mode": [mode.name.lower() for mode in Mode],
-        "non_finite": [what.value for what in NonFinite],
-    }
-    assert set(COMPRESSIONS.values()) == {code for code in CompressionType if not code.is_sparse}
 
 
 def test_every_option_is_explained() -> None:

@@ -200,36 +200,6 @@ async def test_a_lost_connection_is_shown_and_tried_again(browser: Browser) -> N
     assert all("ERR_" in each for each in complaints)  # the browser's own, of the lost connection
 
 
-async def test_colours_follow_the_system_or_the_choice(browser: Browser) -> None:
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light, dark = "rgb(244, 246, 248)", "rgb(14, 19, 26)"
-    async with DashboardServer(FakeRun().views) as server:
-        async with opened(browser, server.url, color_scheme="dark") as page:
-            assert await page.evaluate(ground) == dark
-            await page.select_option("#theme", "light")
-            assert await page.evaluate(ground) == light
-            await page.reload()
-            assert await page.evaluate(ground) == light
-            await expect(page.locator("#theme")).to_have_value("light")
-        async with opened(browser, server.url, color_scheme="light") as page:
-            assert await page.evaluate(ground) == light
-            await page.select_option("#theme", "dark")
-            assert await page.evaluate(ground) == dark
-
-
-@pytest.mark.parametrize("width", [400, 320])
-async def test_a_narrow_window_has_no_sideways_scrolling(browser: Browser, width: int) -> None:
-    long = "peer-in-a-place-with-a-very-long-name.department.university.example.org:42222"
-    run = busy(long)
-    window = {"width": width, "height": 800}
-    async with DashboardServer(run.views) as server, opened(browser, server.url, viewport=window) as page:
-        await expect(page.locator("#round-list li")).to_have_count(3)
-        assert await page.evaluate("document.documentElement.scrollWidth") == width
-        await page.locator("#round-list .link").nth(1).click()
-        await expect(page.locator("#detail h3").first).to_be_visible()
-        assert await page.evaluate("document.documentElement.scrollWidth") == width
-
-
 READ = """
 async (url) => {
   const found = [];

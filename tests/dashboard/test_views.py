@@ -24,14 +24,6 @@ from tests.support.grpc_fakes import STATUS
 from tests.support.processes import DEADLINE
 
 
-def test_texts_of_a_peer_are_short_and_printable() -> None:
-    status = replace(STATUS, software=100_000 * "x" + "\x1b", mode="client")
-    peer = PeerView(ENDPOINTS[0], status=status, error="\x00" * 5000)
-    view = snapshot_json(RunSnapshot(NOW, "run\u202e", (peer,)), receipts=False)
-    assert len(json.dumps(view)) < 6000
-    assert view["run_id"] == "run?"
-
-
 def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> None:
     account = Account(ENDPOINTS[0], weight=1600.0, weight_unit="samples", age=9, discount=0.63)
     last = replace(receipt(), accounts=(account,))
@@ -48,13 +40,6 @@ def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> Non
     (shown,) = details["receipts"][0]["accounts"]
     assert (shown["weight"], shown["weight_unit"]) == (1600.0, "samples")
     assert details["receipts"][0]["late"] == {ENDPOINTS[0]: "9 steps late, weight × 0.63"}
-
-
-def test_receipts_and_rates_are_remembered() -> None:
-    history = RunHistory()
-    history.add_snapshot(RunSnapshot(NOW, "run", (PeerView(ENDPOINTS[0], receipts=(receipt(),)),)))
-    assert len(history.everything()["rounds"]) == 1
-    assert history.everything()["points"] == [[NOW, 0, 0, {}]]
 
 
 PAGE = Path(__file__).parents[2] / "averaging" / "dashboard" / "page" / "page.js"

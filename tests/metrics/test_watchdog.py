@@ -61,10 +61,6 @@ def test_a_loop_that_was_not_asked_was_late_too() -> None:
     assert record.stalled == 60.0
 
 
-def test_an_answer_without_a_question_is_ignored() -> None:
-    assert LagRecord().answer(1.0) is None
-
-
 async def answered(watched: watchdog.WatchedLoop) -> None:
     """Waits until the watchdog has looked at the loop again."""
     async with asyncio.timeout(30):

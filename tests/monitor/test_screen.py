@@ -166,15 +166,6 @@ async def test_receipts_of_the_selected_peer_are_a_page_the_newest_first() -> No
         assert len(rows(app)) == 5
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("key", ["q", "ctrl+c"])
-async def test_the_screen_ends(key: str) -> None:
-    async with screen(run(5)) as (app, pilot):
-        await pilot.press("enter")
-        await pilot.press(key)
-        assert not app.is_running or app.return_code == 0
-
-
 def test_numbers_and_ages_are_short() -> None:
     texts = {0: "0", 0.25: "0.25", 9.994: "9.99", 42.4: "42", 999.4: "999", 999.6: "1.0k", 4.5e6: "4.5M", 1e300: "?"}
     assert {number: compact(number) for number in texts} == texts

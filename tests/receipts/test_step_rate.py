@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.receipts.progress import MARKS, TrainingPace
-from averaging.receipts.receipt import Account
 from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
@@ -107,11 +106,6 @@ def test_any_bytes_have_a_rate_or_none(packed: bytes) -> None:
 def test_a_large_record_is_not_read() -> None:
     assert rate_in(b"\xdd" + struct.pack(">I", 2**31)) is None
     assert rate_in(msgpack.encode([[]] * 100)) is None
-
-
-def test_a_weight_is_written_with_its_unit() -> None:
-    assert Account("192.0.2.1:1", weight=400.0, weight_unit="samples").weight_text == "weight 400 samples"
-    assert Account("192.0.2.1:1", weight=2.0).weight_text == "weight 2"
 
 
 # The pace in the status of a peer.
