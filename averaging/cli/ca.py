@@ -19,11 +19,8 @@ from averaging.common import number
 if TYPE_CHECKING:
     from averaging.security import Issued
 
-CA_DAYS, PEER_DAYS = 3650, 365
-"""Default validity of certificates."""
-
-AUTHORITY = "ca"
-"""Name of the authority's own files."""
+CA_DAYS, PEER_DAYS = 3650, 365  # default validity of certificates
+AUTHORITY = "ca"  # name of the authority's own files
 
 DAYS = KindType(number("days", least=0.001, most=36500, metavar="DAYS"))
 DIRECTORY = click.Path(path_type=Path, file_okay=False)

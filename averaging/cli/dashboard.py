@@ -13,8 +13,7 @@ from averaging.cli.top import collector_of
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
-"""The options of the page that `DashboardServer` takes."""
+PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")  # those of `DashboardServer`
 
 
 @click.command("dashboard")

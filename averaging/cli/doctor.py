@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("diloco", "local_sgd", "gradient_averaging")
 
-NO_RUN = "doctor"
-"""Run id of the options if the user gives none: all other options can be checked without one."""
+NO_RUN = "doctor"  # run id if the user gives none: all other options can be checked without one
 
 
 @click.command("doctor", cls=options.PeerCommand)

@@ -271,9 +271,9 @@ class FollowSession:
         return None if self._written is None else self._written.version
 
     async def _follow(self) -> None:
-        written, receiver, wait = self._written, self._receiver, self._given["wait"]
+        written, receiver, wait, least = self._written, self._receiver, self._given["wait"], self._given["min_version"]
         announced = -1 if receiver.announced is None else receiver.announced.version
-        current = written is not None and written.version >= max(announced, self._given["min_version"])
+        current = written is not None and written.version >= max(announced, least)
         if self._once and self._engine is None and written is not None and current:
             self._emit_written(written)
             return
@@ -281,7 +281,11 @@ class FollowSession:
             async with asyncio.timeout(wait):
                 await receiver.wait_newer(None if written is None else written.version, None)
         except TimeoutError:
-            raise self._never_published(wait, self._given["min_version"]) from None
+            newest = receiver.announced
+            there = "there is no version yet" if newest is None else f"the newest is {newest.version}"
+            wanted = f"version {least} or newer" if least else "a version"
+            text = f"{', '.join(self._options.join)} did not publish {wanted} within {wait:g} s: {there}"
+            raise CommandError(f"{text}; wait longer, or lower --min-version") from None
         while True:
             if receiver.failure is not None:
                 raise receiver.failure
@@ -390,15 +394,6 @@ class FollowSession:
             self._report.emit(event, f"version {version}: the command of --exec failed with exit code {code}")
         else:
             self._report.note(event, f"version {version}: the command took {seconds:.1f} s")
-
-    def _never_published(self, seconds: float, min_version: int) -> CommandError:
-        announced = self._receiver.announced
-        newest = "there is no version yet" if announced is None else f"the newest is {announced.version}"
-        wanted = f"version {min_version} or newer" if min_version else "a version"
-        return CommandError(
-            f"{', '.join(self._options.join)} did not publish {wanted} within {seconds:g} s: {newest}; wait longer, "
-            "or lower --min-version"
-        )
 
     def _advance(self, received: int, total: int) -> None:
         self._progress = None if received == total else (received, total)

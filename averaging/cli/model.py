@@ -21,19 +21,13 @@ if TYPE_CHECKING:
 
     from averaging.state import State, StateAssembler
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
+MAX_MESSAGE_BYTES = 64 << 20  # chunks of a state have at most 1 MiB, and its metadata at most 16 MiB
 
-USER_KEY = "averaging.user"
-"""Key of the user dict in the file's metadata."""
+USER_KEY = "averaging.user"  # in the file's metadata
+OF_AVERAGER = ("optimizer/", "strategy/")  # prefixes of what a state has beside the model
+MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")  # where checkpoints have the model's state dict
 
 UNCHECKED = "; --config has no weights, so the names and the number of tensors were not compared with a model"
-
-OF_AVERAGER = ("optimizer/", "strategy/")
-"""Prefixes of what a state has beside the model."""
-
-MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
-"""Where checkpoints have the model's state dict."""
 
 
 def download_options(command: options.Command) -> options.Command:

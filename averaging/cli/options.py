@@ -16,6 +16,7 @@ import click
 
 from averaging.common import ADDRESS_TO_DIAL, SECONDS, SEED, SWITCH, Kind, Option, as_flag, number
 from averaging.config import OPTIONS, PeerConfig, tls_files
+from averaging.errors import ConfigError
 from averaging.protocol import CompressionType, Mode
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class KindType(click.ParamType[Any]):
         self.name = kind.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from averaging.errors import ConfigError
-
         name = param.get_error_hint(ctx).strip("'") if param is not None else "the value"
         try:
             return self.kind.check(name, self.kind.parse(value) if isinstance(value, str) else value)

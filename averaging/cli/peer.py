@@ -162,8 +162,7 @@ def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, st
     )
 
 
-RETRY_PAUSE = 1.0
-"""Seconds between a failed round and the next one."""
+RETRY_PAUSE = 1.0  # seconds between a failed round and the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

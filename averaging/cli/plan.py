@@ -40,17 +40,10 @@ def plan_command(*, as_json: bool, **given: Any) -> None:
     given["parameters"], given["strategy"] = int(given["parameters"]), StrategyKind(given["strategy"])
     result = estimate(RunPlan(**given))
     if as_json:
-        values = {
-            "bytes_per_round": result.bytes_sent,
-            "bytes_per_day": result.bytes_sent * result.rounds_per_day,
-            "rounds_per_day": result.rounds_per_day,
-            "phases": dict(result.phases),
-            "seconds": result.seconds,
-            "share_not_training": result.share_not_training,
-            "delay": result.delay,
-            "memory": dict(result.memory),
-        }
-        click.echo(json.dumps(values))
+        names = ("rounds_per_day", "phases", "seconds", "share_not_training", "delay", "memory")
+        values = {name: getattr(result, name) for name in names}
+        per_day = result.bytes_sent * result.rounds_per_day
+        click.echo(json.dumps({"bytes_per_round": result.bytes_sent, "bytes_per_day": per_day, **values}))
         return
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in result.phases.items() if seconds)
     memory = "\n".join(f"  {size(count):>10}  {what}" for what, count in result.memory.items())

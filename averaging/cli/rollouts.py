@@ -28,8 +28,7 @@ from averaging.errors import printable
 if TYPE_CHECKING:
     from averaging.rl.feed import CommandEvent
 
-SAMPLING = ("temperature", "max_tokens")
-"""The options that are parameters of the engine."""
+SAMPLING = ("temperature", "max_tokens")  # the options that are parameters of the engine
 
 LOOPBACK = "127.0.0.1,localhost"
 """Hosts that are never asked through a proxy: environments and the engine's gateway talk on them."""
@@ -163,12 +162,8 @@ def _prepare_process() -> None:
 
 
 def _report(event: CommandEvent, report: CommandOutput, metrics: str, *, as_json: bool) -> None:
-    if event.name == "failed" and not as_json and not _is_told(event.fields["number"]):
+    # As text the 1st failure, the 10th, the 100th and so on, so that many do not hide all other lines.
+    if event.name == "failed" and not as_json and str(event.fields["number"]).rstrip("0") != "1":
         return
     item = event.as_json(), printable(event.text, 2000)
     report.emit(*(with_metrics(item, metrics) if event.name == "ready" else item))
-
-
-def _is_told(number: int) -> bool:
-    """Whether a failure is the 1st, 10th, 100th and so on, so that many do not hide all other lines."""
-    return str(number).rstrip("0") == "1"

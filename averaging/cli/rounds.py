@@ -11,6 +11,8 @@ import click
 
 from averaging.cli.options import DIALLED, count, credentials_of, security_options, switch
 from averaging.cli.running import InputError, Stopped, run
+from averaging.common import counted, duration
+from averaging.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
     from averaging.security import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
-
-MAX_BAD_LINES = 5
-"""Number of bad lines per file that are printed. Further ones are counted."""
+MAX_BAD_LINES = 5  # of a file that are printed; further ones are counted
 
 
 @click.command("watch")
@@ -68,9 +68,6 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
 
 def _terms(training: TrainingProgress | None) -> str:
     """A line that says when this peer's rounds begin, and whether it is late for one."""
-    from averaging.common import duration
-    from averaging.errors import printable
-
     if training is None or not (training.terms or training.lateness):
         return ""
     grace = "" if training.grace is None else f", grace now {duration(training.grace)}"
@@ -79,7 +76,6 @@ def _terms(training: TrainingProgress | None) -> str:
 
 
 def _print(watched: Watched, as_json: bool) -> None:
-    from averaging.common import counted
     from averaging.receipts import Round, describe, dumps
 
     if watched.skipped:
@@ -141,8 +137,6 @@ def read_receipts(path: Path) -> Recorded:
 
 def _report_bad_lines(path: Path, recorded: Recorded) -> int:
     """Prints the lines that cannot be read. Returns their number, without an incomplete last line."""
-    from averaging.errors import printable
-
     for number, why in list(recorded.bad.items())[:MAX_BAD_LINES]:
         click.echo(f"{path}: line {number}: {printable(why)}", err=True)
     if len(recorded.bad) > MAX_BAD_LINES:

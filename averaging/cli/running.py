@@ -81,8 +81,7 @@ Item: TypeAlias = "tuple[Mapping[str, Any], str]"
 """An event, which becomes one JSON object, and the same as text for people."""
 
 REFRESH_SECONDS = 0.25
-CLEAR = "\r\x1b[K"
-"""Clears the line of a terminal that says what the command waits for."""
+CLEAR = "\r\x1b[K"  # clears the line of a terminal that says what the command waits for
 
 
 def with_metrics(item: Item, endpoint: str) -> Item:

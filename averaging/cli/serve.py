@@ -90,11 +90,14 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
         report.emit({"event": EVENTS[type(event).__name__], **asdict(event)}, str(event))
 
     try:
+        import torch
+
         from averaging.engine import EngineServer, load_model
 
+        device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         of_access = ("token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
         server = EngineServer(
-            load_model(folder, device=given["device"] or _default_device(), dtype=given["dtype"], bare=bool(addresses)),
+            load_model(folder, device=device, dtype=given["dtype"], bare=bool(addresses)),
             name=name,
             follow=_follower_options(addresses, given) if addresses else None,
             listen=given["listen"],
@@ -121,9 +124,3 @@ def _follower_options(addresses: list[str], given: dict[str, Any]) -> FollowerOp
 
     credentials = options.credentials_of({**given, "token_file": given["run_token_file"]})
     return FollowerOptions(join=addresses, run_id=given["run_id"] or "", credentials=credentials, listen=None)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from averaging.cli.options import SECURITY, credentials_of, security_options, sw
 from averaging.cli.running import CommandError, Stop, Stopped, check_address, run
 
 if TYPE_CHECKING:
-    from averaging.monitor import Collector, RunSnapshot
+    from averaging.monitor import Collector
 
 
 async def collector_of(join: Sequence[str], given: dict[str, Any], *, receipts: int) -> Collector:
@@ -61,7 +61,9 @@ def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_j
     async def ask(_: Stop) -> None:
         async with await collector_of(addresses, given, receipts=16) as collector:
             snapshot = await collector.collect()
-            _check_answers(snapshot)
+            if not snapshot.answering:
+                reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
+                raise CommandError(f"no peer answered: {reasons}; {check_address()}")
             if shows:
                 await TopApp(collector).run_async(mouse=False)
             elif as_json:
@@ -74,11 +76,3 @@ def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_j
 
 def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def _check_answers(snapshot: RunSnapshot) -> None:
-    """Ends the command if no peer has answered."""
-    if snapshot.answering:
-        return
-    reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
-    raise CommandError(f"no peer answered: {reasons}; {check_address()}")
