@@ -19,28 +19,9 @@ from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.database import KEY_SECONDS, WRITE_RETRY_SECONDS, Database
-from averaging.rl.feed.messages import Post, RegisterEnv, Registration, ScoredData
+from averaging.rl.feed.messages import Post, RegisterEnv, ScoredData
 from averaging.rl.feed.run_state import MAX_BUFFERED, RunRecord, RunState
-
-
-def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
-    return Registration(
-        wandb_group="g",
-        wandb_project="p",
-        batch_size=batch_size,
-        max_token_len=8,
-        checkpoint_dir="d",
-        save_checkpoint_interval=2,
-        starting_step=starting_step,
-        num_steps=100,
-    )
-
-
-def environment(group_size: int = 2, part: float | None = None) -> RegisterEnv:
-    return RegisterEnv(
-        max_token_length=8, desired_name="e", weight=1.0, group_size=group_size, min_batch_allocation=part
-    )
-
+from tests.feed.feeds import environment, registration
 
 OPENED: list[Database] = []
 
@@ -118,7 +99,7 @@ def test_each_group_is_trained_once_in_the_history_that_is_saved(
         path = Path(folder) / "store"
         database = running(path, max_groups=20)
         for group_size in (2, 4):
-            register_env(database, environment(group_size, part if group_size == 2 else None))
+            register_env(database, environment(group_size, min_batch_allocation=part if group_size == 2 else None))
         posts: list[tuple[Post, list[int]]] = []
         accepted: dict[int, int] = {}
         given_out: dict[int, list[int]] = {}
@@ -248,7 +229,7 @@ def test_a_key_identifies_one_post_for_a_day() -> None:
 
 def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
     database = running(max_groups=3)
-    register_env(database, environment(2, 0.5))
+    register_env(database, environment(min_batch_allocation=0.5))
     for name in range(3):
         database.post(a_post((name, None, 2)), 0.0)
     # There is no batch without a group of environment 0, so the full queue accepts one.
@@ -394,7 +375,7 @@ def test_the_weight_of_an_environment() -> None:
 
 def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_back() -> None:
     database = running(env_timeout=60.0)
-    register_env(database, environment(2, 0.5), now=100.0)
+    register_env(database, environment(min_batch_allocation=0.5), now=100.0)
     database.post(a_post(*((name, None, 2) for name in range(8))), 100.0)
     assert database.batch(1, None, 159.0) is None
     assert database.state.events == []
@@ -402,7 +383,7 @@ def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_b
     assert found is not None
     assert names(found[2]) == [0, 1]
     assert told(database) == [("silent", 0)]
-    assert database.state.silent_environments() == ["e_0"]
+    assert database.state.silent_environments() == ["env_0"]
     assert database.state.status_env(0)["unallocated_fraction"] == 1.0
     assert database.batch(2, None, 161.0) is not None
     database.post(a_post((9, 0, 2)), 162.0)
@@ -418,7 +399,7 @@ def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_b
 
 def test_an_environment_that_waits_for_the_trainer_keeps_its_reservation() -> None:
     database = running(env_timeout=60.0)
-    register_env(database, environment(2, 0.5))
+    register_env(database, environment(min_batch_allocation=0.5))
     database.post(a_post((0, 0, 2), *((name, None, 2) for name in range(1, 5))), 0.0)
     assert database.batch(1, None, 10_000.0) is not None, "its group has waited, and not the trainer"
     assert database.batch(2, None, 10_059.0) is None, "its time begins with the batch that took its last group"
@@ -433,7 +414,7 @@ def test_environments_that_only_register_again_and_again_do_not_stop_the_run(own
     database.post(a_post(*((name, None, 2) for name in range(1000))), 0.0)
     formed = []
     for minute in range(20):
-        config = environment(2, 0.5)
+        config = environment(min_batch_allocation=0.5)
         if own_names:
             config = msgspec.structs.replace(config, desired_name=f"pod-{minute}")
         register_env(database, config, now=60.0 * minute)
@@ -451,7 +432,7 @@ def test_environments_that_only_register_again_and_again_do_not_stop_the_run(own
 
 def test_a_restarted_server_waits_again(tmp_path: Path) -> None:
     database = running(tmp_path / "store", env_timeout=60.0)
-    register_env(database, environment(2, 0.5))
+    register_env(database, environment(min_batch_allocation=0.5))
     database.post(a_post((1, None, 2), (2, None, 2)), 0.0)
     database.close()
     new_state = partial(RunState, env_timeout=60.0)
@@ -476,7 +457,7 @@ def test_an_environment_that_returns_takes_its_old_place(tmp_path: Path) -> None
     assert register_env(database, environment(), now=121.0) == 4
     database.disconnect(1)
     assert register_env(database, environment(), now=122.0) == 1, "it has disconnected"
-    assert [env.name for env in database.state.envs] == ["e_0", "e_1", "e_2", "e_3", "e_4"]
+    assert [env.name for env in database.state.envs] == ["env_0", "env_1", "env_2", "env_3", "env_4"]
     database.close()
     database = open_database(tmp_path / "store")
     assert [env.key for env in database.state.envs] == [b"", b"", key, b"", b""]

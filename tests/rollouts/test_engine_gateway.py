@@ -183,22 +183,16 @@ async def test_a_request_waits_for_an_engine_that_is_starting_or_full() -> None:
     assert served.away == ["/v1/completions answers 503: loading", ""]
 
 
-async def test_a_request_that_the_engine_refuses_is_refused() -> None:
+async def test_an_engine_with_a_fault_is_asked_three_times_and_one_that_refuses_once() -> None:
     served = Served()
     refusal = JSONResponse({"error": {"message": "max_tokens is too large"}}, status_code=400)
-    served.answers = [lambda: refusal]
-    async with asking(served) as (_, _, client):
-        reply = await client.post("/inference/v1/generate", json=ASK)
-    assert reply.status_code == 400
-    assert "max_tokens is too large" in reply.json()["error"]["message"]
-
-
-async def test_an_engine_with_a_fault_is_asked_three_times() -> None:
-    served = Served()
-    served.answers = [lambda: JSONResponse({"detail": "a fault"}, status_code=500)] * 3
+    served.answers = [*[lambda: JSONResponse({"detail": "a fault"}, status_code=500)] * 3, lambda: refusal]
     async with asking(served) as (_, _, client):
         assert (await client.post("/inference/v1/generate", json=ASK)).status_code == 500
-    assert len(served.asked) == 3
+        assert len(served.asked) == 3
+        reply = await client.post("/inference/v1/generate", json=ASK)
+    assert (reply.status_code, len(served.asked)) == (400, 4)
+    assert "max_tokens is too large" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

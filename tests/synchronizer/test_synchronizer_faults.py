@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
@@ -15,8 +15,8 @@ from averaging.errors import StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
 from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
 from averaging.rpc import RpcServer
-from tests.support.processes import DEADLINE, JsonProcess
-from tests.synchronizer.worker import weights
+from tests.support.processes import JsonProcess
+from tests.synchronizer.worker import until, weights
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -40,12 +40,6 @@ class Site:
 
 async def expect(process: JsonProcess, event: str) -> dict[str, object]:
     return await asyncio.to_thread(process.expect, event)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not condition():  # noqa: ASYNC110 - of other processes
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from averaging.rpc import RpcChannel, RpcServer
 from averaging.wire import synchronizer_pb2 as wire
 from tests.support.certificates import TOKEN, write
 from tests.support.fault_proxy import Fault, FaultProxy
+from tests.synchronizer.worker import until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -52,13 +53,6 @@ async def served(config: SynchronizerConfig | None = None) -> AsyncGenerator[tup
     """A synchronizer and the endpoint at which it is served."""
     async with Synchronizer(config=config) as synchronizer, RpcServer("127.0.0.1:0", [synchronizer]) as server:
         yield synchronizer, server.endpoint
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits until what other tasks and processes do has an effect here."""
-    async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - of other processes
-            await asyncio.sleep(0.01)
 
 
 async def once_connected(call: Callable[[], Awaitable[T]]) -> T:

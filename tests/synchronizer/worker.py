@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,7 @@ from averaging.errors import CallRefusedError, PeerUnreachableError, StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from tests.support.processes import DEADLINE
 from tests.support.worker import tell
 
 PAUSE = 0.02
@@ -36,6 +38,13 @@ def value_of(state: dict[str, torch.Tensor]) -> float:
     """The value of all elements; of two versions mixed it would be NaN."""
     found = {float(element) for tensor in state.values() for element in tensor.flatten()}
     return found.pop() if len(found) == 1 else float("nan")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until what other tasks and processes do has an effect here."""
+    async with asyncio.timeout(DEADLINE):
+        while not condition():  # noqa: ASYNC110 - of other processes
+            await asyncio.sleep(0.01)
 
 
 async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> None:
