@@ -42,10 +42,8 @@ COMPRESS_MIN_BYTES = 1000  # replies of this size or more are compressed if the 
 MAX_KEY = 200  # characters of an Idempotency-Key
 MAX_OBJECTS = 1 << 23  # limit of `object_count` of the body of a request
 
-EXAMPLE_FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params")
-EMPTY_EXAMPLE: dict[str, list[Any]] = {
-    name: [] for name in (*EXAMPLE_FIELDS, "inference_logprobs", "messages", "images")
-}
+EXAMPLE_FIELDS = "tokens masks scores advantages ref_logprobs generation_params inference_logprobs messages images"
+EMPTY_EXAMPLE: dict[str, list[Any]] = {name: [] for name in EXAMPLE_FIELDS.split()}
 
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "requests_total": ("Requests answered.", ["route", "status"]),

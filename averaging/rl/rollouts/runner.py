@@ -135,10 +135,8 @@ class RolloutTally:
         self._refused = 0
         self._equal = self._equal + 1 if lowest == highest else 0
         if self._equal and self._equal % MANY_EQUAL == 0:
-            text = (
-                f"{self._equal} groups in a row have equal scores, now {self.score:.3g}, so that most trainers learn "
-                "nothing from them; look at the grader and at how hard the tasks are"
-            )
+            text = f"{self._equal} groups in a row have equal scores, now {self.score:.3g}: most trainers learn nothing"
+            text += " from them; look at the grader and at how hard the tasks are"
             self._tell("equal", text, groups=self._equal, score=self.score)
         versions = sorted({version for each in group.sequences for version in each.versions})
         rate = self.scored / max(1e-3, time.monotonic() - self._began)

@@ -268,7 +268,6 @@ class RemoteSynchronizer:
         return await self._send(session, call, call.request(self._namespace, session.number, arguments))
 
     async def _send(self, session: ClientSession, call: methods.SynchronizerMethod[Result], request: Any) -> Result:
-        """Sends a request, or an iterator of them. Fails when the session ends."""
         limit = _FOREVER if call.waits else self._timeout
         return call.result(await session.until_lost(self._channel.call(call.rpc, request, limit)))
 
@@ -315,7 +314,6 @@ class RemoteSynchronizer:
             self._attached.clear()
 
     async def _attend(self) -> None:
-        """Opens a session, and serves it until it is lost."""
         session = ClientSession(self._channel.endpoint, self._hello())
         if self._module is not None:
             session.announce(self._module)

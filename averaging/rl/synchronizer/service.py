@@ -133,7 +133,6 @@ class SynchronizerService:
         return synchronizer
 
     async def _answer(self, call: methods.SynchronizerMethod[Any], request: Any) -> Any:
-        """Answers a call as the table says."""
         synchronizer, member = self._find(request.namespace), None
         if call.session or (call.member and request.session):
             member = self._member(request.session, request.namespace)
@@ -240,7 +239,6 @@ class SynchronizerService:
 
 
 async def _first(messages: AsyncIterator[Request]) -> Request | None:
-    """Returns the first message of a call; None if there is none."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             return await anext(messages, None)

@@ -51,8 +51,7 @@ class OwnerTracker:
                 self._owners[sample][key] = {worker}
 
     def owners(self, sample: str, key: str) -> set[str]:
-        of_sample = self._owners.get(sample)
-        return set() if of_sample is None else of_sample.get(key, set())
+        return self._owners[sample][key] if sample in self._owners else set()
 
     def missing(self, ids: Iterable[str], keys: Collection[str]) -> list[str]:
         """The samples that lack one of these tensors."""

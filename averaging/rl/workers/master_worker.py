@@ -261,13 +261,9 @@ class MasterWorker:
     event loop. A second master is refused while the first one lives. One that is started again goes on with the models
     and samples that the workers hold.
 
-    Args:
-        plan: The plan.
-        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them, workers on loopback
-            get the token of this user's processes.
-        attach_timeout: Seconds to wait for all workers at the start.
-        stall_timeout: Seconds of silence after which a worker is lost.
-        connect: Function that opens channels; for tests.
+    Without `credentials`, see `averaging.rpc.read_credentials`, workers on loopback get the token of this user's
+    processes. It waits `attach_timeout` seconds for all workers at the start. A worker is lost after `stall_timeout`
+    seconds of silence. `connect` opens channels, for tests.
 
     Raises:
         ConfigError: An argument is invalid.

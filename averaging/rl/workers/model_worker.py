@@ -427,7 +427,6 @@ class ModelWorker:
         ]
 
     async def _attach(self, request: Attach) -> AsyncGenerator[Attached, None]:
-        """Serves one master while its call lasts."""
         if not self._is_running:
             raise ClosedError(f"the model worker {self.name} is not running")
         executor = self._executor
@@ -526,7 +525,6 @@ class ModelWorker:
         }
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine in a task that is cancelled at the end of the worker."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, Self, TypeAlias, TypeVar
 
@@ -67,8 +67,7 @@ class Handle(StrEnum):
 BLOCKING = frozenset({Handle.INITIALIZE, Handle.GENERATE, Handle.INFERENCE, Handle.TRAIN_STEP, Handle.EMPTY})
 
 
-@dataclass(slots=True)
-class Payload:
+class Payload(msgspec.Struct):
     """One request or reply. The hooks before and after a request run in order."""
 
     handler: str  # name of a worker, or of a model's shard such as `actor@dp0-tp0-pp0`
@@ -78,24 +77,22 @@ class Payload:
     ack_reply_id: str = ""  # without `no_syn`: its own, for the ack is that it is sent
     no_syn: bool = True
     send_time: float = 0.0  # seconds since the epoch, of the clock of the master
-    data: Any = None  # a dataclass, or what msgpack can encode; what was received is plain until `convert`
-    pre_hooks: list[str] = field(default_factory=list)  # names
-    pre_hook_data: list[Any] = field(default_factory=list)
-    post_hooks: list[str] = field(default_factory=list)
-    post_hook_data: list[Any] = field(default_factory=list)
+    data: Any = None  # a class below, or what msgpack can encode; what was received is plain until `convert`
+    pre_hooks: list[str] = []  # names
+    pre_hook_data: list[Any] = []
+    post_hooks: list[str] = []
+    post_hook_data: list[Any] = []
     error: str = ""  # why the request has failed, in a reply
 
     def reply(self, data: Any = None, error: str = "") -> Payload:
         return Payload(self.handler, self.handle_name, self.request_id, data=data, error=error)
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(msgspec.Struct, frozen=True):
     count: int  # data of `fetch`: the maximum number of samples
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """Samples that were loaded, without those that the worker already held."""
 
     ids: Samples
@@ -104,16 +101,14 @@ class Fetched:
     dp_rank: int  # of the worker, among those that hold a part of the dataset
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSpec:
+class DatasetSpec(msgspec.Struct, frozen=True):
     """What a worker holds of the dataset."""
 
     n_datasets: int  # 1, or 0 if the worker has no part
     dataset_size: int  # samples in its part
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True):
     """What a worker holds when a master attaches."""
 
     versions: dict[str, int]  # train steps of each model that is initialized
@@ -121,32 +116,28 @@ class Inventory:
     lengths: dict[str, int]  # of each sample
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
+class Ids(msgspec.Struct, frozen=True):
     ids: Samples  # data of `clear_data_cache`; in data of `flush` the blocking requests that were sent before it
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(msgspec.Struct, frozen=True):
     """Data of a call: what it computes."""
 
     call: str
     model: str
     mesh: int = 1  # number of workers of the model
     step: int = 0  # from 1
-    ids: Samples = field(default_factory=list)  # of this data-parallel rank
-    inputs: Names = field(default_factory=list)  # tensors that the call gets
-    outputs: Names = field(default_factory=list)  # tensors that it must return
+    ids: Samples = []  # of this data-parallel rank
+    inputs: Names = []  # tensors that the call gets
+    outputs: Names = []  # tensors that it must return
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(msgspec.Struct, frozen=True):
     keys: Names  # of the tensors that this worker stores for the samples; empty unless it is a DP head
     stats: dict[str, float]  # of the call and of its hooks, the latter as `evaluate/loss`
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One step of a plan that moves tensors of samples between workers; a hook `data_transfer` has a list of them."""
 
     comm_type: str  # bcast: the same samples for all dsts; scatter: for each its own; gather: from each of srcs
@@ -165,8 +156,7 @@ class Step:
         return [(self.root, self.ids[0 if self.comm_type == "bcast" else self.dsts.index(worker)])]
 
 
-@dataclass(frozen=True, slots=True)
-class Realloc:
+class Realloc(msgspec.Struct, frozen=True):
     """Data of a hook `param_realloc`: target = eta · source + (1 - eta) · target.
 
     The source stores a copy of its parameters like the tensors of a sample, and the target fetches it from there. If
@@ -191,7 +181,7 @@ def unpack(raw: bytes, kind: type[T]) -> T:
 
 
 def convert(data: object, kind: type[T]) -> T:
-    """Makes the data of a payload a dataclass of this module, or raises a ProtocolViolationError."""
+    """Makes the data of a payload a class of this module, or raises a ProtocolViolationError."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
