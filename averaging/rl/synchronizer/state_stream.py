@@ -15,7 +15,6 @@ import torch
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.tensors import (
     DTYPES,
-    TensorBuffer,
     TensorInfo,
     check_tensors,
     copy_to_cpu,
@@ -101,9 +100,8 @@ class TensorAssembler:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._head: wire.StateHead | None = None
-        self._missing: deque[TensorInfo] = deque()  # from the first one on that has not arrived completely
-        self._buffer = TensorBuffer(0, bytearray())  # of that one
         self._state: StateDict = {}
+        self._room: deque[memoryview] = deque()  # the bytes of its tensors that have not arrived
         self.finished = False  # whether the state is complete and its digest is right
         self.nbytes = 0  # of all tensors, once the head has come
 
@@ -114,7 +112,7 @@ class TensorAssembler:
             self._begin(part)
         elif part.data:
             self._add(part.data)
-        elif self._missing:
+        elif self._room:
             raise ProtocolViolationError("a state with fewer bytes than its tensors have")
         elif part.digest != self._digest.digest():
             raise ProtocolViolationError("a state whose digest is not that of its bytes")
@@ -131,37 +129,26 @@ class TensorAssembler:
     def _begin(self, part: wire.StatePart) -> None:
         if not part.HasField("head"):
             raise ProtocolViolationError("a state without a head")
-        head = part.head
-        meta = meta_from(head.tensors)
-        self._missing.extend(TensorInfo(*entry) for entry in meta)
-        nbytes = nbytes_of(self._missing)
-        if nbytes > self._max_bytes:
-            raise ProtocolViolationError(
-                f"a state of {nbytes} bytes; at most {self._max_bytes} are accepted (`max_state_bytes`)"
-            )
+        head, meta = part.head, meta_from(part.head.tensors)
+        self.nbytes, most = nbytes_of(TensorInfo(*entry) for entry in meta), self._max_bytes
+        if self.nbytes > most:
+            text = f"a state of {self.nbytes} bytes; at most {most} are accepted (`max_state_bytes`)"
+            raise ProtocolViolationError(text)
         if len(head.path) > MAX_PATH or (head.has_tensors and head.path) or (meta and not head.has_tensors):
             raise ProtocolViolationError("a state with an invalid path")
-        self.nbytes = nbytes
-        self._head = head
-        self._digest = _digest_of(meta)
-        self.finished = not head.has_tensors
-        self._next_tensor()
+        self._head, self._digest, self.finished = head, _digest_of(meta), not head.has_tensors
+        # Memory is taken from the system when it is written to, so a head alone takes none.
+        self._state = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in meta}
+        self._room.extend(view_memory(tensor) for tensor in self._state.values() if tensor.numel())
 
     def _add(self, data: bytes) -> None:
-        if not self._missing:
+        room = self._room.popleft() if self._room else memoryview(b"")
+        if len(data) > len(room):
             raise ProtocolViolationError("a state with more bytes than its tensors have")
         self._digest.update(data)
-        if self._buffer.add(data):
-            tensor = self._missing.popleft()
-            self._state[tensor.name] = tensor.over(self._buffer.data or b"")
-            self._next_tensor()
-
-    def _next_tensor(self) -> None:
-        while self._missing and not self._missing[0].nbytes:
-            tensor = self._missing.popleft()
-            self._state[tensor.name] = tensor.over(b"")
-        if self._missing:
-            self._buffer = TensorBuffer(self._missing[0].nbytes, bytearray())
+        room[: len(data)] = data
+        if len(data) < len(room):
+            self._room.appendleft(room[len(data) :])
 
 
 def _digest_of(meta: Meta) -> hashlib._Hash:
