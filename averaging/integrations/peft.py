@@ -46,7 +46,7 @@ from averaging.integrations.lora_layers import (
     pad_ranks,
 )
 from averaging.peer import Adopt, RoundOptions, Topic
-from averaging.protocol import AggregationKind, CompressionType, Contribution, parse_aggregation
+from averaging.protocol import AggregationKind, CompressionType, Statement, parse_aggregation
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
 from averaging.strategies import AveragingSchedule, LockstepStrategy
@@ -336,7 +336,7 @@ class LoRAAveraging(LockstepStrategy):
         kept = {name: anchor for name, (_, anchor) in self._anchors.items()} | self._kept()
         options: RoundOptions = {
             "phase": self.history.phase,
-            "gather": Contribution(samples=training.weights.number, base=self._digest).pack(),
+            "gather": Statement(samples=training.weights.number, base=self._digest).pack(),
             "expected_peers": self._expected_peers(training, together),
             "drift": training.fingerprint(kept, self.history.phase, self.history.step),
             "prepare": lambda gathered: self._take_slot(training, gathered),
@@ -353,7 +353,7 @@ class LoRAAveraging(LockstepStrategy):
 
     def _take_slot(self, training: StrategyContext, gathered: Mapping[str, Any]) -> None:
         for name, sent in gathered.items():
-            if Contribution.read(sent).base != self._digest:  # it never downloaded a state
+            if Statement.read(sent).base != self._digest:  # it never downloaded a state
                 raise RoundError(f"{name} has another base or adapter than this peer; {REMEDY}")
         slot, slots = list(gathered).index(training.peer.endpoint), training.peer.config.group_size
         if slot >= slots:

@@ -18,13 +18,13 @@ from averaging.errors import ProtocolViolationError
 from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
-    Contribution,
     Group,
     JoinRequest,
     Member,
     MessageCode,
     MessageFromLeader,
     Mode,
+    Statement,
     id_says,
     make_group_id,
     unpack_gather,
@@ -90,7 +90,7 @@ class Quorum:
 
     @property
     def stated(self) -> tuple[int, float, bool]:
-        """See `Contribution.quorum`."""
+        """See `Statement.quorum`."""
         return self.count, self.grace, True
 
 
@@ -197,7 +197,7 @@ def counts_for_quorum(member: Member) -> bool:
     An auxiliary is not, since it contributes nothing, nor is a member that says in its `gather` that it does not hold
     the state that the group changes: it contributes, but cannot keep the result.
     """
-    return member.sends and Contribution.read(member.user).holds
+    return member.sends and Statement.read(member.user).holds
 
 
 def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
@@ -205,7 +205,7 @@ def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
 
     Of different ones it is the (lower) median, so a single peer can neither switch it off nor block all groups.
     """
-    quorums = [Contribution.read(member.user).quorum for member in followers if member.sends]
+    quorums = [Statement.read(member.user).quorum for member in followers if member.sends]
     stated = sorted(quorum for quorum in quorums if quorum is not None)
     return Quorum(*stated[(len(stated) - 1) // 2][:2]) if stated else None
 

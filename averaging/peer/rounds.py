@@ -31,7 +31,7 @@ from averaging.peer.topics import (
     StopSearch,
     Topic,
 )
-from averaging.protocol import Contribution, Fingerprint, Group, Mode, detach
+from averaging.protocol import Fingerprint, Group, Mode, Statement, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.tensors import Schema, StagedTensor, in_thread, offload
 from averaging.timing import expire
@@ -597,7 +597,7 @@ def _with_arrival(account: Account, round_: _Round) -> Account:
     name = account.endpoint
     waited = None if round_.arrivals is None else round_.arrivals.waited(name)
     group = round_.group
-    said = Contribution.read(None if group is None else group.members[group.index(name)].user)
+    said = Statement.read(None if group is None else group.members[group.index(name)].user)
     unit = "samples" if said.unit == "samples" else ""
     rate = round_.step_rates.get(name)
     discount = None if said.age is None else said.discount

@@ -1,21 +1,9 @@
 """What travels between peers, and what the members of a group must agree on, without bytes or sockets.
 
 Read in this order: `messages` (one dataclass for each message), `group` (its rule and who is in it),
-`contribution` (what a member says of itself).
+`statement` (what a member says of itself).
 """
 
-from averaging.protocol.contribution import (
-    ENTRY_BYTES,
-    MAX_NAMES,
-    MAX_SAMPLES,
-    MAX_STATED_GRACE,
-    MAX_TEXT,
-    Contribution,
-    Fingerprint,
-    attach,
-    detach,
-    runs,
-)
 from averaging.protocol.group import (
     GROUP_ID_BYTES,
     MAX_GROUP_SIZE,
@@ -61,6 +49,18 @@ from averaging.protocol.messages import (
     WireTensor,
     parse_compression,
 )
+from averaging.protocol.statement import (
+    ENTRY_BYTES,
+    MAX_NAMES,
+    MAX_SAMPLES,
+    MAX_STATED_GRACE,
+    MAX_TEXT,
+    Fingerprint,
+    Statement,
+    attach,
+    detach,
+    runs,
+)
 
 __all__ = [
     "CHANGE_COMPRESSIONS",
@@ -81,7 +81,6 @@ __all__ = [
     "AveragingData",
     "Buffer",
     "CompressionType",
-    "Contribution",
     "Digest",
     "DownloadData",
     "ExchangeReply",
@@ -98,6 +97,7 @@ __all__ = [
     "ReplyForm",
     "Resume",
     "Rumour",
+    "Statement",
     "TopK",
     "WireTensor",
     "attach",

@@ -16,7 +16,7 @@ from averaging.common import is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
-from averaging.protocol import CompressionType, Contribution, MeanOver, TopK
+from averaging.protocol import CompressionType, MeanOver, Statement, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions
@@ -394,7 +394,7 @@ class DiLoCo(LockstepStrategy):
         self, training: StrategyContext, fragment: Fragment, target: History, quorum: Quorum | None = None
     ) -> RoundOptions:
         weight = training.weights.of(fragment.topic)
-        said = Contribution(samples=weight, unit=training.weights.unit)
+        said = Statement(samples=weight, unit=training.weights.unit)
         if self.quorum is None:
             return {"gather": said.pack(), "weight": weight}
         base = target.step if fragment.base is None else fragment.base

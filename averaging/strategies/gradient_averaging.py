@@ -11,7 +11,7 @@ import torch
 from averaging.config import NonFinite
 from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt, RoundOptions
-from averaging.protocol import CompressionType, Contribution
+from averaging.protocol import CompressionType, Statement
 from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.tensors import first_not_finite
@@ -190,7 +190,7 @@ class GradientAveraging(LockstepStrategy):
                 options: RoundOptions = {
                     "phase": self.history.phase,
                     "weight": self._gathered,
-                    "gather": Contribution(samples=self._gathered, lacking=bits).pack(),
+                    "gather": Statement(samples=self._gathered, lacking=bits).pack(),
                     "expected_peers": self._expected_peers(training, together),
                     "drift": training.fingerprint(training.parameters, self.history.phase, step, step=step),
                 }
@@ -204,7 +204,7 @@ class GradientAveraging(LockstepStrategy):
                 self._stands_still(f"its last round failed: {receipt.reason}")
                 return
             for member in receipt.members:
-                lacking &= _numbers(Contribution.read(receipt.gathered[member]).lacking)
+                lacking &= _numbers(Statement.read(receipt.gathered[member]).lacking)
         for number, (name, mean) in enumerate(self._means.items()):
             # Like in one process, the optimizer skips a parameter for which no peer has a gradient.
             training.set_gradient(name, None if number in lacking else mean)

@@ -15,7 +15,7 @@ import torch
 from averaging.common import listed
 from averaging.errors import StateError
 from averaging.peer import ExpectedPeers, Topic
-from averaging.protocol import Contribution
+from averaging.protocol import Statement
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.timing import SLOW_LINK
@@ -215,7 +215,7 @@ class LockstepStrategy(Strategy):
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.
-            self._partners = frozenset(name for name in present if Contribution.read(receipt.gathered[name]).holds)
+            self._partners = frozenset(name for name in present if Statement.read(receipt.gathered[name]).holds)
             announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
@@ -224,5 +224,5 @@ class LockstepStrategy(Strategy):
                 lambda: self.history.after(secrets.token_bytes(20), samples)
             )
         else:
-            contributions = (Contribution.read(receipt.gathered[member]) for member in receipt.members)
+            contributions = (Statement.read(receipt.gathered[member]) for member in receipt.members)
             self.history = self.history.after(receipt.group_id, sum(said.samples or 0.0 for said in contributions))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from averaging.common import check_weight, is_count
 from averaging.errors import ConfigError
 from averaging.peer import RoundOptions, Topic
-from averaging.protocol import Contribution
+from averaging.protocol import Statement
 from averaging.receipts import StepRate, TrainingPace
 from averaging.training.site import Site
 
@@ -71,7 +71,7 @@ class RoundWeight:
         if "weight" not in options:
             options["weight"] = self.of(topic)
             if self.counts_samples:
-                options.setdefault("gather", Contribution(unit=self.unit).pack())
+                options.setdefault("gather", Statement(unit=self.unit).pack())
 
     def forget(self) -> None:
         self.made, self.averaged = 0, {}

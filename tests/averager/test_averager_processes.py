@@ -181,7 +181,7 @@ def test_a_newcomer_with_another_optimizer_or_model_does_not_start_and_both_are_
         run.add(LocalSGD(1000), lambda _: optimizer, model)
     assert (str(model.state_dict()), str(optimizer.state_dict())) == before
     with pytest.raises(StateError, match=r"its tensor '0.weight' is float32\[7, 5\], here '0.weight' is .*\[7, 4\]"):
-        run.add(LocalSGD(1000), adamw, torch.nn.Sequential(torch.nn.Linear(4, 7), *model[1:]))
+        run.add(LocalSGD(1000), adamw, torch.nn.Sequential(torch.nn.Linear(4, 7), *list(model)[1:]))
 
 
 def test_a_newcomer_whose_parameters_are_in_another_order_does_not_start(start: Start) -> None:

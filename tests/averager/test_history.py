@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.errors import StateError
-from averaging.protocol.contribution import Contribution
+from averaging.protocol.statement import Statement
 from averaging.strategies.catch_up import check_history
 from averaging.training.history import (
     History,
@@ -203,7 +203,7 @@ def test_peers_whose_origin_is_not_known_count_as_of_one_run() -> None:
 
 @pytest.mark.parametrize("samples", [float("inf"), 1e308, float("nan"), -1.0, -0.5, 2**64 - 1, True, "7", None])
 def test_no_member_can_make_a_history_that_is_malformed(samples: object) -> None:
-    total = sum(Contribution.read({"samples": said}).samples or 0.0 for said in (samples, samples, 5))
+    total = sum(Statement.read({"samples": said}).samples or 0.0 for said in (samples, samples, 5))
     progress = Progress(at(3, 10.0, "aa").after(b"x" * 20, total))
     assert progress.history.samples == 5.0
     assert Progress.unpack(progress.pack()) == progress

@@ -23,7 +23,6 @@ from averaging.discovery.gossip.record import Ed25519Identity, RecordLimits, ent
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.matchmaking import rules
 from averaging.peer import rounds
-from averaging.protocol.contribution import MAX_STATED_GRACE
 from averaging.protocol.group import (
     MEAN,
     Aggregation,
@@ -35,6 +34,7 @@ from averaging.protocol.group import (
     next_group_bits,
 )
 from averaging.protocol.messages import CompressionType, Record, TopK
+from averaging.protocol.statement import MAX_STATED_GRACE
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec

@@ -1,4 +1,4 @@
-"""The keys in etcd, and how a record becomes the value of one. Pure.
+"""The keys in etcd, and how a record becomes the value of one.
 
 A record stands under `averaging/runs/RUN/KEY/SUBKEY/OWNER`, so `etcdctl get --prefix averaging/runs/RUN/` lists a run.
 In a run with tokens each value begins with a MAC by a token: who may write into etcd need not be a member of the run.

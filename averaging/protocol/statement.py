@@ -37,7 +37,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
+class Statement:
     """What a member's strategy says of its contribution to a round, besides its tensors and their weight."""
 
     samples: Annotated[float, Meta(ge=0, le=MAX_SAMPLES)] | None = None  # behind it, or what counts as such
@@ -56,7 +56,7 @@ class Contribution:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
     @classmethod
-    def read(cls, gathered: object) -> Contribution:
+    def read(cls, gathered: object) -> Statement:
         """Reads it from a member's `gather`, also from that of a shard of a site; an ordinary one if it says none."""
         if isinstance(gathered, dict) and "site" in gathered:
             gathered = gathered.get("user")
