@@ -38,7 +38,7 @@ def counted(functions: set[CodeType]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("make", "training", "together"),
-    [(lambda: LocalSGD(2), (150, 30), (740, 85)), (lambda: DiLoCo(2), (230, 40), (790, 90))],
+    [(lambda: LocalSGD(2), (120, 28), (600, 75)), (lambda: DiLoCo(2), (185, 35), (690, 78))],
     ids=["LocalSGD", "DiLoCo"],
 )
 def test_a_step_with_a_round_visits_few_functions(
