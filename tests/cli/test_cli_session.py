@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
@@ -108,16 +109,9 @@ async def interrupted(peer: ScriptedPeer, *, in_round: bool, times: int = 1) -> 
     return AVERAGED
 
 
-async def while_looking(peer: ScriptedPeer) -> Receipt:
-    return await interrupted(peer, in_round=False)
-
-
-async def while_averaging(peer: ScriptedPeer) -> Receipt:
-    return await interrupted(peer, in_round=True)
-
-
-async def twice_while_averaging(peer: ScriptedPeer) -> Receipt:
-    return await interrupted(peer, in_round=True, times=2)
+while_looking = partial(interrupted, in_round=False)
+while_averaging = partial(interrupted, in_round=True)
+twice_while_averaging = partial(interrupted, in_round=True, times=2)
 
 
 def test_rounds_are_done_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from averaging.receipts import (
 from averaging.rpc import read_credentials
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport
-from tests.support.grpc_fakes import FakePeer
+from tests.support.grpc_fakes import STATUS, FakePeer
 
 ROUND_SECONDS = 0.5
 """Seconds between the rounds of a light peer."""
@@ -78,23 +78,18 @@ class LightPeer(FakePeer):
             totals = totals.plus(self.receipt(number))
         totals = replace(totals, rounds={Outcome.AVERAGED: rounds}, dropped={DropCode.CONNECTION_LOST: rounds // 10})
         first = max(after_round, rounds - receipts) + 1
-        status = PeerStatus(
+        status = replace(
+            STATUS,
             endpoint=self.endpoint,
             run_id=self.run_id,
-            mode="node",
-            software="averaging 0.2.0",
             started=self.started_at,
-            schema_hash=b"hash",
-            group_key=f"{self.run_id}.0b",
             looking=self.number % 3 == 0,
-            declared_expiration=0.0,
             leader="",
             group_id=b"",
             members=(),
             last_round=self.receipt(rounds),
             rounds=rounds,
             state_version=rounds,
-            known_peers=len(self.others),
             training=TrainingProgress("DiLoCo", "training", 100 * rounds, rounds, 3.0, 1, rounds, 32.0, 2.0, 64.0),
             waiting_for=self.others[-1:] if self.number % 3 == 0 else (),
             receipts=tuple(self.receipt(number) for number in range(first, rounds + 1)) if receipts else (),

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Peer
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round_tally import code_of
 from averaging.errors import (
@@ -24,7 +23,6 @@ from averaging.errors import (
     TensorError,
     ViolationKind,
 )
-from averaging.peer import PeerContext
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.protocol.group import Member, Mode, ReplyForm
@@ -34,7 +32,6 @@ from averaging.receipts.receipt import DropCode, Outcome, Receipt, Role
 from averaging.receipts.receipt_log import read
 from averaging.state.snapshots import ExtraState
 from averaging.testing import virtual_time
-from averaging.testing.discovery import MemoryDiscovery
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
@@ -298,18 +295,7 @@ def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of
         return ExtraState({}, {})
 
     asking, other = (
-        Peer(
-            [tensors[n]],
-            run_id="run",
-            extra_state=extra if n == 0 else None,
-            context=PeerContext(
-                transport=swarm.network.transport(f"peer:{n + 1}"),
-                discovery=lambda endpoint, transport: MemoryDiscovery(swarm.registry),
-                clock=virtual_time.clock,
-            ),
-            group_size=2,
-        )
-        for n in range(2)
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, extra_state=extra if n == 0 else None) for n in range(2)
     )
 
     async def main() -> None:
