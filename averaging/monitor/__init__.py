@@ -4,13 +4,12 @@ Read in this order: `snapshot` (a run at one moment, and the same as JSON), `his
 a peer), `collector` (asks the peers), `table` (a snapshot as text), `screen` (the same in a terminal, with Textual).
 """
 
-from averaging.monitor.collector import INTERVAL, Collector
+from averaging.monitor.collector import Collector
 from averaging.monitor.screen import TopApp
-from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, clean, matching, snapshot_json
+from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, clean, snapshot_json
 from averaging.monitor.table import as_text
 
 __all__ = [
-    "INTERVAL",
     "Collector",
     "Json",
     "PeerView",
@@ -18,6 +17,5 @@ __all__ = [
     "TopApp",
     "as_text",
     "clean",
-    "matching",
     "snapshot_json",
 ]
