@@ -41,13 +41,7 @@ Averaged: TypeAlias = "torch.Tensor | SparsePart"
 
 
 class Slice(NamedTuple):
-    """A slice of one tensor.
-
-    Attributes:
-        tensor: index of the tensor in the schema.
-        start: first element in the flattened tensor; for a sparse tensor in tile order.
-        stop: one past the last element; more than `start`.
-    """
+    """A slice of one tensor of the schema, flattened; a sparse one in tile order. `start` is below `stop`."""
 
     tensor: int
     start: int
@@ -99,11 +93,7 @@ def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
 
 
 class DenseForm:
-    """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part.
-
-    Args:
-        residual: see `SparseForm`.
-    """
+    """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part."""
 
     def __init__(self, spec: TensorSpec, aggregation: Aggregation, residual: ReplyResidual | None = None) -> None:
         self._spec, self._dtype, self._aggregation, self._residual = spec, spec.torch_dtype, aggregation, residual
@@ -113,19 +103,13 @@ class DenseForm:
         self.continues = self._codec.elementwise and aggregation.kind is not AggregationKind.CLIP
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
-        """The slices of the tensor in order: the first element of each, and one past its last.
-
-        Raises:
-            ConfigError: an element is larger than a part.
-        """
         length = part_size_bytes // self._per_element
         if length < 1:
             raise ConfigError(
                 f"an element of {self._spec} exceeds a part of {part_size_bytes} bytes; make parts larger"
             )
-        numel = self._spec.numel
-        for start in range(0, numel, length):
-            yield start, min(start + length, numel)
+        for start in range(0, self._spec.numel, length):
+            yield start, min(start + length, self._spec.numel)
 
     def joins(self, other: AnyForm) -> bool:
         """Whether a slice of a tensor of the form `other` may follow one of this form in the same part."""
@@ -136,7 +120,6 @@ class DenseForm:
         )
 
     def encoded_size(self, piece: Slice) -> int:
-        """Exact bytes of a contribution to a slice on the wire."""
         return self._codec.nbytes((piece.numel,))
 
     def nbytes(self, part: Part) -> int:
@@ -148,7 +131,6 @@ class DenseForm:
         return self._spec.numel * self._per_element
 
     def encode(self, tensors: Sequence[Any], part: Part) -> WireTensor:
-        """This member's contribution, given all of its tensors."""
         return self._encode(self.own(tensors, part), part)
 
     def _encode(self, values: torch.Tensor, part: Part) -> WireTensor:
@@ -158,7 +140,6 @@ class DenseForm:
         return encode_slices(values, compression, _lengths(part))
 
     def own(self, tensors: Sequence[Any], part: Part) -> torch.Tensor:
-        """The values of that: a view of the tensor, or a copy of several slices."""
         if len(part.slices) == 1:
             ((number, start, stop),) = part.slices
             values: torch.Tensor = tensors[number][start:stop]
@@ -170,11 +151,6 @@ class DenseForm:
         return _joined(pieces)
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
-        """Decodes a contribution.
-
-        Raises:
-            ProtocolViolationError: it is invalid. Its number of elements is checked by the caller.
-        """
         codec = self._codec
         as_usual = wire.compression == self._spec.compression and wire.dtype == codec.wire_dtype
         if as_usual and (codec.elementwise or len(part.slices) == 1):
@@ -209,7 +185,6 @@ class DenseForm:
         return self.decode(wire, part)
 
     def is_finite(self, values: Any) -> bool:
-        """Whether all values are finite in the dtype of the tensor."""
         return finite_as(values, self._dtype)
 
     def clamped(self, values: Any) -> int:
@@ -232,11 +207,8 @@ class ReplyResidual:
 
     It is added to the same elements when this peer reduces them the next time, so that all that members have decoded
     plus the residual is the sum of the averages. What a round has lost counts once its result is applied: the replies
-    of a round that failed were applied by nobody.
-
-    Attributes:
-        tensors: flat float32 tensors, of TOP_K in tile order, by the number of the tensor; absent if nothing was lost
-            of it yet.
+    of a round that failed were applied by nobody. `tensors` are flat float32, of TOP_K in tile order, by the number of
+    the tensor; absent if nothing was lost of it yet.
     """
 
     def __init__(self) -> None:
@@ -247,12 +219,10 @@ class ReplyResidual:
         self._pending = []
 
     def of(self, tensor: int, start: int, stop: int) -> torch.Tensor | None:
-        """The residual of a part, not to be written; None if it is 0."""
         residual = self.tensors.get(tensor)
         return None if residual is None else residual[start:stop]
 
     def added(self, average: torch.Tensor, part: Part) -> torch.Tensor:
-        """The average of a dense part with its residual."""
         if not any(piece.tensor in self.tensors for piece in part.slices):
             return average
         exact = average.clone()
@@ -262,13 +232,9 @@ class ReplyResidual:
         return exact
 
     def lost(self, tensor: int, numel: int, elements: slice | torch.Tensor, loss: torch.Tensor) -> None:
-        """Records what a reply has lost.
+        """Records the `loss`, 1-D float32, of the `elements` of a reply, the residual of those included.
 
-        Args:
-            tensor: number of the tensor.
-            numel: its number of elements.
-            elements: those that the reply holds; a tensor of indices is 1-D, int64.
-            loss: what it lacks of each of them, 1-D, float32; the residual of that element included.
+        `elements` are a slice or int64 indices of the tensor of that number, which has `numel` elements.
         """
         self._pending.append((tensor, numel, elements, loss))
 
@@ -292,10 +258,7 @@ class ReplyResidual:
 class SparseForm:
     """The largest elements of each block of a part, of which all blocks have one size.
 
-    Args:
-        number: number of the tensor in the schema.
-        members: the most members that contribute.
-        residual: of this peer's replies; None if what they lose is of no interest.
+    At most `members` contribute. `residual` is that of this peer's replies; None if what they lose is of no interest.
     """
 
     continues = False
@@ -348,7 +311,6 @@ class SparseForm:
     def answer(
         self, average: list[Contribution], compression: CompressionType, part: Part
     ) -> tuple[WireTensor, SparsePart]:
-        """Adds the residual of the part, and records what is lost now."""
         ((_, start, stop),) = part.slices
         residual = None if self._residual is None else self._residual.of(self._number, start, stop)
         reply = encode_union(average, self._block_size(start), self._top_k, residual)
@@ -377,11 +339,7 @@ combines them, and how their average is sent and read."""
 
 
 def forms_of(schema: Schema, *, members: int = 1, residual: ReplyResidual | None = None) -> list[AnyForm]:
-    """The form of each tensor of the schema; see `SparseForm` for the other arguments.
-
-    Raises:
-        ConfigError: the schema does not say how its sparse tensors are sent.
-    """
+    """The form of each tensor of the schema; see `SparseForm` for the other arguments."""
     dense: dict[tuple[str, tuple[int, ...], CompressionType], AnyForm] = {}
     forms: list[AnyForm] = []
     for number, spec in enumerate(schema.tensors):

@@ -62,7 +62,6 @@ to each, and as many from each sender."""
 
 
 def large_part_bytes(schema: Schema, reducers: int) -> int:
-    """Size of a large part, a multiple of that of the schema, which it has if the tensors are small."""
     nbytes = sum(form.packed_size(schema.part_size_bytes, 1) for form in forms_of(schema))
     size = schema.part_size_bytes
     return size * max(1, min(LARGE_PART_BYTES, nbytes // (PARTS_OF_ALL * max(1, reducers - 1))) // size)
@@ -73,14 +72,9 @@ def partition(schema: Schema, shares: Sequence[float], *, joins: bool = False, l
 
     Each tensor is cut into slices of `part_size_bytes` on the wire, a sparse one into whole blocks. The concatenated
     elements of all tensors are divided between the members in proportion to `shares`. A slice belongs to the first
-    member with the most of its elements. A member with share 0 gets none. A slice is a part, unless parts are joined.
-
-    Args:
-        schema: schema of the tensors.
-        shares: one per member, as `shares()` returns them.
-        joins: whether consecutive slices of a shard that fit into `part_size_bytes` together are one part, if they may
-            be, see `PartForm.joins`.
-        large: whether consecutive slices of one tensor are also one part up to `large_part_bytes`.
+    member with the most of its elements. A member with share 0 gets none. A slice is a part, unless it `joins`: then
+    consecutive slices of a shard that fit into `part_size_bytes` together are one part, if their forms allow it. If
+    `large`, those of one tensor are also one part up to `large_part_bytes`.
 
     Raises:
         RoundError: a share is negative or not finite, or all are 0.
@@ -121,7 +115,6 @@ def _divide(schema: Schema, shares: tuple[float, ...], joins: bool, large: bool)
 def _parts(
     shard: Sequence[Slice], part_size_bytes: int, forms: Sequence[AnyForm], joins: bool, most: int
 ) -> Iterator[Part]:
-    """The parts of a shard: each a slice, or as many consecutive ones as fit."""
     joined: list[Slice] = []
     nbytes = 0
     for piece in shard:

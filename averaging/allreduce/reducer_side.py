@@ -30,18 +30,16 @@ logger = logging.getLogger("averaging.allreduce")
 
 
 @dataclass(frozen=True, slots=True)
-class _Delivered:
-    """A part that awaits its average: its compression and, only if the reply is a delta, its values."""
-
+class _Delivered:  # a part that awaits its average
     compression: CompressionType
-    values: torch.Tensor
+    values: torch.Tensor  # empty unless the reply is a delta
 
 
 @dataclass(slots=True)
 class _Sender:
+    # Bounds how far its parts are read ahead of the replies it has taken, and so the memory of a round. Beyond it the
+    # transport's flow control stops the sender.
     window: SendWindow
-    """Bounds how far its parts are read ahead of the replies it has taken, and so the memory of a round. Beyond it the
-    transport's flow control stops the sender."""
     replies: deque[AveragingData] = field(default_factory=deque)
     answered: asyncio.Future[None] | None = None  # while its stream waits for a reply
     opened: bool = False
@@ -50,13 +48,11 @@ class _Sender:
     delivered: dict[int, _Delivered] = field(default_factory=dict)
 
     def answer(self, reply: AveragingData) -> None:
-        """Adds a reply, which its stream sends when it has sent those before."""
         self.replies.append(reply)
         if self.answered is not None and not self.answered.done():
             self.answered.set_result(None)
 
     async def next_reply(self) -> AveragingData:
-        """Waits for a reply and takes it."""
         while not self.replies:
             self.answered = asyncio.get_running_loop().create_future()
             try:
@@ -85,11 +81,8 @@ class Exchange:
 class ReducerSide:
     """One member's shard and the streams of its senders.
 
-    Args:
-        me: this member; its own values are in the average if it sends.
-        senders: the members whose parts come over the network; none if there are no parts.
-        parts: the shard, in order.
-        send_limits: how many parts of a sender are read, by how many are answered, see `stream_limits.send_limits`.
+    `me` is this member, whose own values are in the average if it sends; `senders` are those whose parts come over the
+    network, none if there are no parts; `parts` are the shard, in order.
     """
 
     def __init__(
@@ -136,17 +129,12 @@ class ReducerSide:
                 self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
 
     def begin(self) -> None:
-        """Starts the deadlines of the senders. Parts are accepted from now on, but not answered before `run`."""
         for name, sender in self._senders.items():
             if not sender.opened and not sender.suspected and not sender.done:
                 self._monitor.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
 
     async def run(self, tensors: Sequence[Prepared]) -> None:
-        """Returns when every sender has all its averages or was dropped.
-
-        Args:
-            tensors: this member's, one per tensor of the schema; read, never written.
-        """
+        """Returns when every sender has all its averages or was dropped; `tensors` are read, never written."""
         self._tensors = tensors
         self._answer_complete()
         await self._all_done.wait()
@@ -154,8 +142,7 @@ class ReducerSide:
     def suspect(self, dropped: Dropped) -> None:
         """Reduces the deadline of a member that has not opened its stream yet to the shortest one.
 
-        Called when the member failed as a reducer: it may be gone, or never have learned that the group began because
-        its leader died.
+        It failed as a reducer: it may be gone, or never have learned that the group began because its leader died.
         """
         sender = self._senders.get(dropped.endpoint)
         if sender is not None and not sender.opened and not sender.suspected and not sender.done:
@@ -169,7 +156,6 @@ class ReducerSide:
             self._drop(Dropped(name, f"{reason}, after {after}" if after else reason, DropCode.ROUND_DEADLINE))
 
     def close(self, code: MessageCode) -> None:
-        """Ends the round: open and later streams are answered with `code`."""
         self._over = True
         for sender in self._senders.values():
             if not sender.done:
@@ -178,7 +164,6 @@ class ReducerSide:
     async def serve(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Serves one sender's stream, whose message `first` has been read already."""
         name = first.endpoint
         sender = self._senders.get(name)
         if first.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
@@ -244,7 +229,6 @@ class ReducerSide:
         first_values: Any,
         messages: AsyncIterator[AveragingData],
     ) -> None:
-        """Reads the parts of one sender as fast as the sender takes its replies."""
         message: AveragingData | None = first
         arriving = self._monitor.wait(name, Phase.PART, self._overdue(name, Phase.PART, "sent nothing"))
         try:
@@ -291,11 +275,7 @@ class ReducerSide:
         return f"it answered parts of this peer; can it reach {self._me.endpoint}?" if answers else ""
 
     def _read(self, number: int, message: AveragingData) -> Any:
-        """The values of part `number`, as `PartForm.decode` returns them.
-
-        Raises:
-            ProtocolViolationError: the message is not that part, or holds NaN or infinity where they are refused.
-        """
+        """The values of part `number`, as `PartForm.decode` returns them; or raises a ProtocolViolationError."""
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
         part, form = self._parts[number], self._form(number)
@@ -328,7 +308,6 @@ class ReducerSide:
         return wire.compression != CompressionType.NONE or not memoryview(wire.buffer).readonly
 
     def _drop(self, dropped: Dropped, code: MessageCode = MessageCode.CANCELLED) -> None:
-        """Drops a sender; parts that waited only for it become complete."""
         name = dropped.endpoint
         sender = self._senders[name]
         if sender.done:
@@ -342,7 +321,6 @@ class ReducerSide:
         self._answer_complete()
 
     def _answer_complete(self) -> None:
-        """Averages every part that has become complete and queues the replies."""
         if self._over or self._tensors is None:
             return
         for number in self._reducer.take_complete():

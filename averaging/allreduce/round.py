@@ -35,14 +35,10 @@ LEAVE_NOTICE_SECONDS = 1.0
 
 
 class AllReduce:
-    """One all-reduce of `group` at the member `endpoint`.
+    """One all-reduce of `group` at the member `endpoint`; a RoundError if nobody has a weight, or nobody can reduce.
 
-    Args:
-        deadlines: limits for members without progress; updated by the round.
-        residual: of this member's replies; None if what they lose is of no interest.
-
-    Raises:
-        RoundError: the weights sum to zero, or no member can reduce.
+    It updates `deadlines`, the limits for members without progress. `residual` is that of this member's replies; None
+    if what they lose is of no interest.
     """
 
     def __init__(
@@ -93,12 +89,10 @@ class AllReduce:
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
-        Args:
-            prepare: returns this member's contribution: flat CPU tensors, one per tensor of the schema, and a
-                `SparseTensor` for each whose compression is TOP_K. They are read until the end of the round and never
-                written. Parts of other members are accepted while it runs.
-            timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
-                this process was stopped or busy do not count.
+        `prepare` returns this member's contribution: flat CPU tensors, one per tensor of the schema, and a
+        `SparseTensor` for each whose compression is TOP_K. They are read until the end of the round and never written.
+        Parts of other members are accepted while it runs. `timeout` is in seconds for the whole round, plus the
+        transfer time of its bytes at 10 Mbit/s. Seconds in which this process was stopped or busy do not count.
         """
         self._tally.begin()
         for name in self._reducers:
@@ -111,8 +105,8 @@ class AllReduce:
                 self._tally.ready()
                 began = asyncio.get_running_loop().time()
                 reserve = min(timeout / 2, max(RESERVE * self._monitor.deadlines.lower, self._transfer_seconds / 2))
-                self._monitor.on_check(
-                    lambda now: self._reducing.drop_delaying(now) if now >= seconds - reserve else None
+                self._monitor.check = lambda now: (
+                    self._reducing.drop_delaying(now) if now >= seconds - reserve else None
                 )
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))

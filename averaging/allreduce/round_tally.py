@@ -22,9 +22,6 @@ from averaging.errors import (
 from averaging.protocol import Buffer, Group, MessageCode
 from averaging.receipts import Account, DropCode, Dropped, Role, Straggler
 
-# Maps answers and errors of other members to the drop codes of receipts. Pure.
-
-
 ANSWERS = {
     MessageCode.CANCELLED: DropCode.CANCELLED,
     MessageCode.INTERNAL_ERROR: DropCode.INTERNAL_ERROR,
@@ -61,15 +58,10 @@ MIN_LAG_FRACTION = 0.25
 
 
 class Lag:
-    """Measures how long a shard's senders waited for one of them.
+    """Measures how long a shard's senders, each of which delivers all parts in order, waited for one of them.
 
-    Args:
-        senders: their names. Each delivers all parts in order.
-        send_limits: how many parts a sender may deliver, by how many the slowest one has delivered, see
-            `stream_limits.send_limits`.
-
-    Attributes:
-        seconds: by sender, the time during which all others had finished or had full windows because of it.
+    By sender, `seconds` are those in which all others had finished or had full windows because of it. `send_limits` are
+    how many parts a sender may deliver, by how many the slowest one has delivered.
     """
 
     def __init__(self, senders: Iterable[str], send_limits: Sequence[int]) -> None:
@@ -79,13 +71,11 @@ class Lag:
         self.seconds: dict[str, float] = {}
 
     def ready(self, now: float) -> None:
-        """Restarts the measurement when this member can answer; until then the others waited for it."""
-        self.seconds.clear()
+        self.seconds.clear()  # until this member can answer, the others waited for it
         self._since = now
 
     def delivered(self, name: str, now: float) -> None:
-        """Records a part of a sender; ignored if the sender was dropped."""
-        if name in self._next:
+        if name in self._next:  # else it was dropped
             self._next[name] += 1
             self._update(now)
 
@@ -124,12 +114,8 @@ def find_straggler(
 ) -> Straggler | None:
     """The straggler of a round as one member observed it; None if there is none.
 
-    Args:
-        lag: `Lag.seconds`; empty with fewer than two senders.
-        parts_in: when the last part of each sender arrived.
-        averages_in: when the last average of each reducer arrived.
-        seconds: duration of the round.
-        dropped: members that were dropped, which are not named again.
+    `lag` is `Lag.seconds`, empty with fewer than two senders. `parts_in` has when the last part of each sender arrived,
+    and `averages_in` when the last average of each reducer did. Members that were `dropped` are not named again.
     """
     bound = max(MIN_LAG_SECONDS, MIN_LAG_FRACTION * seconds)
     waited = {name: value for name, value in lag.items() if name not in dropped}
@@ -172,11 +158,7 @@ class RoundResult:
 
 
 def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The result as `SharedTensors.write` takes it: (tensor index, first element, values).
-
-    Raises:
-        TypeError: a tensor was averaged in TOP_K, so its parts are in another order.
-    """
+    """The result as `SharedTensors.write` takes it, of tensors that were not averaged in TOP_K."""
     for part, values in result.parts:
         if not isinstance(values, torch.Tensor):
             raise TypeError(f"{part} is in tile order")
@@ -187,10 +169,8 @@ def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
 class RoundTally:
     """What a round in progress has brought so far, at one member.
 
-    Args:
-        parts_of: the shard of each member, by name.
-        send_limits: the limits of this member's own shard, see `stream_limits.send_limits`.
-        identical: whether all members get the same averages, so that digests can be compared.
+    `parts_of` are the shards by member, `send_limits` those of this member's own. All members get the same averages if
+    `identical`, so that digests can be compared.
     """
 
     def __init__(
@@ -241,14 +221,12 @@ class RoundTally:
         self._sent[name] += nbytes
 
     def received_part(self, name: str, nbytes: int) -> None:
-        """Records a valid part of a sender."""
         self._received[name] += nbytes
         self._part_bytes_received += nbytes
         self._parts_in[name] = now = _now()
         self._lag.delivered(name, now)
 
     def received_average(self, name: str, part: Part, values: Averaged, buffer: Buffer) -> None:
-        """Records an average of a reducer; `values` are decoded from `buffer`."""
         self._received[name] += len(buffer)
         self._averages_in[name] = _now()
         self.put(part, values)
@@ -267,7 +245,6 @@ class RoundTally:
         self._kept[part] = values
 
     def reduced(self, buffer: Buffer) -> None:
-        """Adds the next average of this member's own shard, as encoded, to its digest."""
         self._digest(self._endpoint, buffer)
 
     def _digest(self, name: str, buffer: Buffer) -> None:
@@ -280,8 +257,7 @@ class RoundTally:
         return self._lag.blocking
 
     def drop(self, dropped: Dropped) -> None:
-        """Records a dropped member; the first reason counts."""
-        if self.dropped.setdefault(dropped.endpoint, dropped) is dropped:
+        if self.dropped.setdefault(dropped.endpoint, dropped) is dropped:  # the first reason counts
             logger.info("group %s: dropped %s: %s", self.group_id.hex()[:8], dropped.endpoint, dropped.reason)
             self._lag.dropped(dropped.endpoint, _now())
 

@@ -34,14 +34,8 @@ class ReducerLiveness:
     The reducer is pinged shortly before its learned deadline. While it answers, the sender waits for up to twice
     `stall_timeout` without progress, because the reducer may wait for another sender. If nothing is learned yet, the
     reducer is pinged after a third of `stall_timeout` and has the rest to answer: the ping may queue behind a part.
-
-    Args:
-        limit: expires when the reducer is given up.
-
-    Attributes:
-        symptom: what was missing when the reducer was given up.
-        seconds: how long there had been no progress then.
-        deadline: seconds of the deadline that passed, and its basis.
+    `limit` expires when the reducer is given up. Then `symptom` says what was missing, `seconds` how long there had
+    been no progress, and `deadline` what has passed.
     """
 
     def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
@@ -72,7 +66,6 @@ class ReducerLiveness:
             await asyncio.gather(self._pinging, return_exceptions=True)
 
     def progress(self) -> None:
-        """Records that the reducer took a part or answered one, and starts the next wait."""
         if self._pinging is not None:  # whatever it answers, it is alive
             self._pinging.cancel()
         self.seconds = 0.0
@@ -80,7 +73,7 @@ class ReducerLiveness:
         self._wait.again()
 
     def answered_all(self) -> None:
-        """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
+        # Only the end of the stream is missing.
         self._wait.deadline, self._wait.overdue = self._monitor.deadlines.shortest, lambda *_: expire(self._limit)
         self._wait.begin()
 
@@ -138,12 +131,7 @@ ARRIVAL_SECONDS = 0.001
 
 
 class SenderSide:
-    """One member's streams to the reducers of its group.
-
-    Args:
-        reducing: expects streams of the same members.
-        window: bytes, see `stream_limits.window_bytes`.
-    """
+    """One member's streams to the reducers of its group, of which `reducing` expects streams."""
 
     def __init__(
         self,
@@ -257,7 +245,7 @@ class SenderSide:
         self._tally.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def announce_leave(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
-        """Announces to reducers that this member leaves, so that none waits for its parts. Gives up after `seconds`."""
+        """Announces that this member leaves, so that no reducer waits for its parts. Gives up after `seconds`."""
         message = AveragingData(code=code, group_id=self._group.group_id, endpoint=self._endpoint)
 
         async def announce(name: str) -> None:

@@ -23,15 +23,11 @@ AnyReducer: TypeAlias = "MeanReducer | SparseReducer | RobustReducer"
 
 
 class ShardReducer:
-    """Combines the contributions to a shard as they arrive.
+    """Combines the contributions to a shard as they arrive; `reducer_of` creates the reducer of a part.
 
     A part is complete when every sender that is not dropped has delivered it. A dropped sender stays in the parts it
-    has delivered and is left out of the others.
-
-    Args:
-        sizes: number of elements of each part, in order.
-        weights: weight of every sender whose parts come over the network, by name, in the group's order.
-        reducer_of: creates the reducer of a part, given its number; by default that of the weighted mean.
+    has delivered and is left out of the others. `sizes` are the elements of each part, in order; `weights` those of
+    every sender whose parts come over the network, in the group's order.
     """
 
     def __init__(
@@ -76,12 +72,9 @@ class ShardReducer:
         return complete
 
     def finish(self, number: int, local: Any, local_weight: float) -> Any:
-        """Returns the average of a complete part, and releases it; None if no member with a weight above 0 contributed.
+        """The average of a complete part, which is released; None if no member with a weight above 0 contributed.
 
-        Args:
-            number: the part, from `take_complete`.
-            local: this member's own contribution, like those of others; None if it has none.
-            local_weight: its weight.
+        `local` is this member's own contribution, like those of others; None if it has none.
         """
         if local is not None:
             self._add(number, local, local_weight, len(self._places))
@@ -153,7 +146,6 @@ class SparseReducer:
         self._kept[place] = values, weight
 
     def finish(self) -> list[Contribution]:
-        """The contributions with their weights and scales, in the group's order, this peer's last."""
         kept = [self._kept[place] for place in sorted(self._kept)]
         largest = max(weight for _, weight in kept)
         scales = limit_norms([_norm_of(contribution.part.values) for contribution, _ in kept])
@@ -217,12 +209,9 @@ class RobustReducer:
 
 
 def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """One robust aggregate of a part, 1-D, in the widest dtype of `values`.
+    """One robust aggregate of a part, 1-D, in the widest dtype of `values`; not the mean.
 
-    Args:
-        aggregation: any rule but the mean.
-        values: one tensor per contributing member: 1-D, of one size, float32 or float64.
-        weights: of those members, above 0.
+    `values` are one tensor per contributing member: 1-D, of one size, float32 or float64; `weights` are above 0.
     """
     counted = cap_weights(weights)
     if aggregation.kind is AggregationKind.MEDIAN:

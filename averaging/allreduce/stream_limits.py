@@ -30,31 +30,26 @@ all parts, or drop a sender that delivers nothing."""
 def window_bytes(part_bytes: int, reducers: int) -> int:
     """The window in bytes between a member and one reducer; both compute the same.
 
-    Args:
-        part_bytes: the largest size of a part on the wire.
-        reducers: number of reducers in the group minus one, which is to how many a reducing member sends. A client
-            sends to one more and has up to twice `WINDOW_BYTES` in transit.
+    `part_bytes` is the largest size of a part on the wire, `reducers` the number of reducers in the group minus one,
+    which is to how many a reducing member sends. A client sends to one more and has up to twice `WINDOW_BYTES` in
+    transit.
     """
     return max(MIN_PARTS * part_bytes, WINDOW_BYTES // max(1, reducers))
 
 
 def send_limits(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """For each number of answered parts, from 0 to all, how many parts may be sent.
+    """For each number of answered parts, from 0 to all, how many parts may be sent in a window of `nbytes`.
 
-    Args:
-        sizes: sizes of a shard's parts on the wire, in order; none above `nbytes`.
-        nbytes: the window, see `window_bytes`.
+    `sizes` are those of a shard's parts on the wire, in order; none is above `nbytes`.
     """
     ends = [0, *accumulate(sizes)]
     return [bisect_right(ends, done + nbytes) - 1 for done in ends]
 
 
 class SendWindow:
-    """Limits one stream of parts, at its sender or at its reader.
+    """Limits one stream of parts, at its sender or at its reader, see the function `send_limits`.
 
-    Args:
-        send_limits: see the function `send_limits`.
-        max_hold: seconds that one part waits at most; then the window is no longer enforced. None: no limit.
+    A part waits at most `max_hold` seconds; then the window is no longer enforced.
     """
 
     def __init__(self, send_limits: Sequence[int], max_hold: float | None = None) -> None:
@@ -79,7 +74,6 @@ class SendWindow:
             self._waiter = None
 
     def answered(self) -> None:
-        """Records that one more part has its average."""
         self._answered += 1
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -127,11 +121,6 @@ class StreamWait:
         self.longest: float | None = None  # seconds of the longest one that has ended
 
     def begin(self, waited: float = 0.0) -> None:
-        """Begins or restarts it.
-
-        Args:
-            waited: seconds that count as waited already.
-        """
         self.since = self._clock.now() - waited
 
     def end(self) -> None:
@@ -151,13 +140,7 @@ class StreamWait:
 
 
 class WaitMonitor:
-    """The waits of one round, measured in fair seconds of the running loop's time, see `FairClock`.
-
-    Args:
-        deadlines: the learned deadlines, updated here.
-        size: size class of the round.
-        senders: how many members send to this one.
-    """
+    """The waits of one round in a size class, measured in fair seconds of the running loop's time, see `FairClock`."""
 
     def __init__(self, deadlines: Deadlines, size: int, senders: int) -> None:
         self.deadlines = deadlines
@@ -167,11 +150,10 @@ class WaitMonitor:
         self._waits: dict[tuple[str, Phase], StreamWait] = {}
         # Cached: what is learned during a round does not change its deadlines.
         self._learned: dict[tuple[str, Phase], Deadline] = {}
-        self._checks: list[Callable[[float], None]] = []
+        self.check: Callable[[float], None] | None = None  # called at each tick with the fair seconds of the round
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Enforces deadlines inside the context."""
         failure: Exception | None = None  # raised outside the task group, which would wrap it
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(self._tick(FairClock(self._interval, _now())))
@@ -181,22 +163,16 @@ class WaitMonitor:
                 failure = error
             finally:
                 ticking.cancel()
-                self._checks.clear()  # they refer to the round, which would otherwise be a reference cycle
+                self.check = None  # it refers to the round, which would otherwise be a reference cycle
                 for wait in self._waits.values():
                     wait.overdue = None  # for the same reason
         if failure is not None:
             raise failure
 
-    def on_check(self, check: Callable[[float], None]) -> None:
-        self._checks.append(check)
-
     def wait(
         self, name: str, phase: Phase, overdue: Overdue | None = None, deadline: Deadline | None = None
     ) -> StreamWait:
-        """The wait for a member in a phase, which replaces an earlier one and has not begun yet.
-
-        Its deadline is the learned one if None is given.
-        """
+        """The wait for a member in a phase, which replaces an earlier one; by default with the learned deadline."""
         wait = self._waits[name, phase] = StreamWait(self._clock, deadline or self.deadline(name, phase), overdue)
         return wait
 
@@ -209,7 +185,6 @@ class WaitMonitor:
         wait.end()
 
     def deadline(self, name: str, phase: Phase) -> Deadline:
-        """The deadline learned before this round."""
         deadline = self._learned.get((name, phase))
         if deadline is None:
             now, phases = _now(), _SIMILAR.get(phase, (phase,))
@@ -218,7 +193,6 @@ class WaitMonitor:
         return deadline
 
     def longest_learned(self, phase: Phase) -> float:
-        """Seconds of the longest deadline that was learned of a member; 0 without any."""
         return max((known.seconds for (_, of), known in self._learned.items() if of is phase), default=0.0)
 
     def forget(self, name: str, *phases: Phase) -> None:
@@ -234,7 +208,6 @@ class WaitMonitor:
                 self.deadlines.record(name, phase, self._size, wait.longest, _now())
 
     def waiting_for(self, least: float) -> list[str]:
-        """The members whose present wait has lasted at least this many seconds."""
         now = self._clock.now()
         waits = ((name, wait.since) for (name, _), wait in self._waits.items())
         return sorted({name for name, since in waits if since is not None and now - since >= least})
@@ -255,8 +228,8 @@ class WaitMonitor:
                 waited, wait.since = now - wait.since, None
                 if wait.overdue is not None:
                     wait.overdue(waited, wait.deadline)
-        for check in self._checks:
-            check(now)
+        if self.check is not None:
+            self.check(now)
 
     async def _tick(self, clock: FairClock) -> None:
         self._clock.clock = clock

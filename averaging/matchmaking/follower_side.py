@@ -22,22 +22,36 @@ from averaging.transport import Transport
 logger = logging.getLogger(__name__)
 
 
-class SchemaDifferences:
-    """Finds the differences between `schema` and those of other peers.
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What all requests of one declaration have in common."""
 
-    Args:
-        conduct: knows the differences that have been logged.
-    """
+    search: SearchState
+    own: Declaration  # the expiration of a client's moves on with the time
+    key: str  # of discovery, under which this peer looks
+    until: float  # when the declaration ends, in seconds since the epoch
+    tasks: asyncio.TaskGroup  # owns the requests
+    wake_up: asyncio.Event  # set when it may be time to ask other peers
 
-    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, conduct: Conduct) -> None:
-        self._schema, self._transport, self._discovery = schema, transport, discovery
-        self._conduct = conduct
 
-    async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
-        difference = await self.find(endpoint, known)
-        logger.log(logging.WARNING if self._conduct.is_new(str(difference)) else logging.DEBUG, "%s", difference)
+class FollowerSide:
+    """The follower's side of one peer's matchmaking. It updates `conduct` by how peers answer requests."""
 
-    async def find(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
+    def __init__(
+        self,
+        config: SearchConfig,
+        schema: Schema,
+        transport: Transport,
+        discovery: Discovery,
+        last: LastGroup,
+        conduct: Conduct,
+    ) -> None:
+        self._config, self._schema = config, schema
+        self._endpoint, self._clock, self._rng = config.endpoint, config.clock, config.rng
+        self._transport, self._discovery = transport, discovery
+        self._last, self._conduct = last, conduct
+
+    async def difference(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
         """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
         if mismatch := known.get(endpoint):
             return mismatch
@@ -53,44 +67,6 @@ class SchemaDifferences:
             f"{endpoint} averages something else: {difference}; give both the same tensors and options"
         )
         return mismatch
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What all requests of one declaration have in common."""
-
-    search: SearchState
-    own: Declaration  # the expiration of a client's moves on with the time
-    key: str  # of discovery, under which this peer looks
-    until: float  # when the declaration ends, in seconds since the epoch
-    tasks: asyncio.TaskGroup  # owns the requests
-    wake_up: asyncio.Event  # set when it may be time to ask other peers
-
-
-class FollowerSide:
-    """The follower's side of one peer's matchmaking.
-
-    Args:
-        differences: explains why a leader answered BAD_SCHEMA_HASH.
-        last: the last group of this peer.
-        conduct: how peers answered earlier requests; updated here.
-    """
-
-    def __init__(
-        self,
-        config: SearchConfig,
-        schema: Schema,
-        transport: Transport,
-        discovery: Discovery,
-        differences: SchemaDifferences,
-        last: LastGroup,
-        conduct: Conduct,
-    ) -> None:
-        self._config, self._schema = config, schema
-        self._endpoint, self._clock, self._rng = config.endpoint, config.clock, config.rng
-        self._transport, self._discovery, self._differences = transport, discovery, differences
-        self._last = last
-        self._conduct = conduct
 
     def trusts(self, leader: str) -> bool:
         """Whether the leader of the last group may be asked without a search."""
@@ -176,9 +152,9 @@ class FollowerSide:
 
     def _open_request(self, search: SearchState, candidate: Declaration) -> OpenRequest:
         endpoint = candidate.endpoint
-        own, others = self._conduct.deadlines.typical(endpoint, Phase.VERDICT, 0)
-        head_start = rules.head_start(own, others, self._conduct.unanswered(endpoint))
-        request = search.open_requests[endpoint] = OpenRequest(head_start)
+        typical = self._conduct.deadlines.typical(endpoint, Phase.VERDICT, 0)
+        request = OpenRequest(rules.head_start(*typical, self._conduct.unanswered(endpoint)))
+        search.open_requests[endpoint] = request
         return request
 
     async def _ask_and_follow_suggestions(
@@ -228,10 +204,7 @@ class FollowerSide:
         return declaration if entry is None or declaration < own else None
 
     async def _ask(self, context: _Context, candidate: Declaration, request: OpenRequest) -> tuple[MessageCode, str]:
-        """Asks one peer, and follows it if it accepts; returns its last answer and the leader that it suggests.
-
-        The code is NO_CODE if it did not answer. `search.answers` has the answer, or why there was none, as text.
-        """
+        """Asks one peer, and follows it if it accepts; returns its last answer and the leader that it suggests."""
         search, leader = context.search, candidate.endpoint
         message = JoinRequest(
             endpoint=self._endpoint,
@@ -257,7 +230,8 @@ class FollowerSide:
                     return MessageCode.NO_CODE, ""  # too late; the leader sees the end of this call
                 search.answers[leader] = answer.code.name
                 if answer.code is MessageCode.BAD_SCHEMA_HASH:
-                    await self._differences.warn(leader, search.differing)
+                    difference = str(await self.difference(leader, search.differing))
+                    logger.log(logging.WARNING if self._conduct.is_new(difference) else logging.DEBUG, "%s", difference)
                 if answer.code is MessageCode.ACCEPTED:
                     answer = await self._follow(context, candidate, request, replies)
                 return answer.code, answer.suggested_leader
@@ -314,11 +288,7 @@ class FollowerSide:
         request: OpenRequest,
         replies: AsyncGenerator[MessageFromLeader, None],
     ) -> MessageFromLeader:
-        """Follows a leader that has accepted this peer; returns the message with which it begins or disbands.
-
-        Raises:
-            TimeoutError: it does neither in time.
-        """
+        """Follows a leader that has accepted this peer; returns the message with which it begins or disbands."""
         search, leader = context.search, candidate.endpoint
         search.follow(candidate, request)
         for other in search.leaders:
@@ -353,10 +323,7 @@ class FollowerSide:
             search.withdraw(other.endpoint, request)
 
     def _decision_timeout(self, search: SearchState, own: Declaration, leader: Declaration) -> float:
-        """Seconds that a leader may take to begin or disband: it does so when its own declaration expires.
-
-        That is before this peer's declaration expires.
-        """
+        # A leader begins or disbands when its own declaration expires, which is before this peer's.
         now = self._clock()
         if not search.state.leads:  # its own expiration may be far ahead
             left = min(own.expiration, leader.expiration) - now

@@ -11,7 +11,7 @@ from contextlib import suppress
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
-from averaging.matchmaking.follower_side import FollowerSide, SchemaDifferences
+from averaging.matchmaking.follower_side import FollowerSide
 from averaging.matchmaking.memory import LEAD_SECONDS, QUIET_SECONDS, Arrivals, Conduct, LastGroup
 from averaging.matchmaking.rules import Declaration, LeaderCandidate, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchConfig, SearchDeadline, SearchState
@@ -36,13 +36,7 @@ _NO_DEADLINE = Deadline(math.inf, "none: the search has its own")
 
 
 class Matchmaking:
-    """Finds a group for one peer, as leader or as follower.
-
-    Args:
-        group_bits: this peer's group bits in its first search.
-        conduct: what this peer remembers of others; kept from search to search.
-        is_gone: whether a peer is dead, so that no group waits for the end of one that it was in.
-    """
+    """Finds a group for one peer, as leader or as follower; no group waits for a peer that `is_gone`."""
 
     def __init__(
         self,
@@ -64,10 +58,7 @@ class Matchmaking:
         self._early: set[str] = set()  # members of it that ask before this peer looks
         self._accepting = asyncio.Event()  # this peer looks, and has a declaration
         self._yields_until = 0.0  # loop's time at which members of it may follow this peer again
-        self._differences = SchemaDifferences(schema, transport, discovery, self._conduct)
-        self._follower_side = FollowerSide(
-            config, schema, transport, discovery, self._differences, self._last, self._conduct
-        )
+        self._follower_side = FollowerSide(config, schema, transport, discovery, self._last, self._conduct)
         self.group_bits = group_bits
         self._in_group = ""  # the key under which its record says that it is in a group
         self._dropped_bits = 0  # leading group bits that the present search leaves out
@@ -97,10 +88,7 @@ class Matchmaking:
         return max(waiting, default=None)
 
     def group_began(self, of: Container[str]) -> float | None:
-        """When a group of peers in `of` began under its key, where only one group may have the key; None if none has.
-
-        In seconds since the epoch.
-        """
+        """When a group of peers in `of` began, in seconds since the epoch, if only one may have the key; else None."""
         entries = self._discovery.get(self.group_key).items()
         began = [rules.unpack_in_group(entry.value) for name, entry in entries if name in of]
         return min((moment for moment in began if moment is not None), default=None)
@@ -119,12 +107,10 @@ class Matchmaking:
         quorum: Quorum | None = None,
         follows: bool = False,
     ) -> Group:
-        """Looks for a group until `deadline`, in seconds since the epoch; see `LeaderCandidate` for the other options.
+        """Looks for a group until `deadline`, in seconds since the epoch; else raises a NoGroupError.
 
-        The other members receive `gather` about this peer, packed. `arrivals` notes when the other peers began to look.
-
-        Raises:
-            NoGroupError: no group was found in time, or all other peers under the key average other tensors.
+        The other members receive `gather` about this peer, packed. `arrivals` notes when the other peers began to look;
+        `LeaderCandidate` has the other options.
         """
         member = unpack_gather(self._endpoint, gather)
         schema, size = self.schema, self._config.group_size
@@ -156,7 +142,7 @@ class Matchmaking:
                 while (group := await self._search_once(search, left)) is None:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():
-                        raise await self._differences.find(next(iter(search.differing)), search.differing)
+                        raise await self._follower_side.difference(next(iter(search.differing)), search.differing)
                     if left.seconds <= rules.LEAST_SEARCH:
                         reason = search.explain(self.group_key, self._config.min_group_size, self._discovery.diagnose())
                         raise NoGroupError(reason + self._explain_exclusions(search))
@@ -185,7 +171,6 @@ class Matchmaking:
         return state is not None and (endpoint == state.leader or endpoint in state.followers)
 
     def set_target_contributors(self, target: int) -> None:
-        """Changes `target_contributors` of the present search, if there is one; see `find_group`."""
         if self._search is not None:
             self._search.set_target_contributors(target)
 
@@ -222,26 +207,20 @@ class Matchmaking:
     async def end_search(self, seconds: float) -> bool:
         """Has the present search begin no group, unless a leader has accepted this peer already.
 
-        Args:
-            seconds: maximum time to wait for that leader's decision.
-
-        Returns:
-            Whether the search can be cancelled now; False if it has found a group, or is over.
+        It waits at most `seconds` for that leader's decision. Returns whether the search can be cancelled now; False if
+        it has found a group, or is over.
         """
         search = self._search
         if search is None:
             return False
         search.end()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._search is search and not search.state.assembled and search.assembling:
                     await self._next_change(search)
-        except TimeoutError:
-            pass
         return self._search is search and not search.state.assembled
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
         await self._until_accepting(request)
         search, now = self._search, asyncio.get_running_loop().time()
         excluded = self._conduct.excluded(now)
@@ -273,10 +252,9 @@ class Matchmaking:
             return
         self._early.add(request.endpoint)
         try:
-            async with asyncio.timeout(QUIET_SECONDS):
-                await self._accepting.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await self._accepting.wait()
         finally:
             self._early.discard(request.endpoint)
 
@@ -346,11 +324,10 @@ class Matchmaking:
 
     async def _declare(self, search: SearchState, expiration: float) -> Declaration:
         self._last.note_declaration(min(expiration, self._clock() + self._config.group_wait))
-        if not search.state.leads:
-            return Declaration(expiration, self._endpoint)
-        self._accept(search, expiration)
-        search.declared = True
-        await self._declare_looking(search, True)
+        if search.state.leads:
+            self._accept(search, expiration)
+            search.declared = True
+            await self._declare_looking(search, True)
         return Declaration(expiration, self._endpoint)
 
     async def _until_group(self, search: SearchState, expiration: float) -> None:
@@ -401,14 +378,11 @@ class Matchmaking:
 
         Under the key of a single phase it is said in any case, since that record is kept for less time.
         """
-        if search.group is None or self._config.ended_lifetime is not None:
-            return False
-        if search.state.quorum is not None:
+        if search.group is None or search.state.quorum is not None or self._config.ended_lifetime is not None:
             return False
         return self._last.is_all(self._discovery.get(search.key), self._discovery.endpoints())
 
     def _explain_exclusions(self, search: SearchState) -> str:
-        """The excluded peers among those that were seen, as text for the user; empty if there are none."""
         now = asyncio.get_running_loop().time()
         excluded = self._conduct.excluded(now)
         seen = search.seen | search.seen_before

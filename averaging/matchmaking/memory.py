@@ -32,11 +32,7 @@ Value = TypeVar("Value")
 
 
 class Conduct:
-    """What one peer remembers of the others, for all its searches.
-
-    Attributes:
-        deadlines: how long they take to answer.
-    """
+    """What one peer remembers of the others, for all its searches; `deadlines` are how long they take to answer."""
 
     def __init__(self, deadlines: Deadlines | None = None) -> None:
         self.deadlines = Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines
@@ -47,19 +43,15 @@ class Conduct:
         self._logged: OrderedDict[str, None] = OrderedDict()
 
     def note_answer(self, endpoint: str) -> None:
-        """It answered a request, early or late."""
         self._unanswered.pop(endpoint, None)
 
     def note_silence(self, endpoint: str) -> None:
-        """It did not answer within its head start."""
         _remember(self._unanswered, endpoint, self.unanswered(endpoint) + 1)
 
     def note_desertion(self, endpoint: str, now: float) -> None:
-        """It accepted this peer, and its declared time passed without a decision."""
         _remember(self._deserted, endpoint, now + DESERTION_SECONDS)
 
     def note_group(self, endpoint: str) -> None:
-        """It began a group with this peer."""
         self._deserted.pop(endpoint, None)
 
     def unanswered(self, endpoint: str) -> int:
@@ -71,17 +63,14 @@ class Conduct:
         return LeaderStanding.SILENT if endpoint in self._unanswered else LeaderStanding.GOOD
 
     def note_fault(self, endpoint: str, now: float) -> None:
-        """It broke the protocol, or its parts came although it cannot be called."""
         times, _ = self._faults.get(endpoint, (0, 0.0))
         seconds = backoff_delay(EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS, times - 1) if times else 0.0
         _remember(self._faults, endpoint, (times + 1, now + seconds))
 
     def note_well(self, endpoint: str) -> None:
-        """It was not at fault in a round."""
         self._faults.pop(endpoint, None)
 
     def excluded(self, now: float) -> dict[str, float]:
-        """The peers that are excluded at present, and until when."""
         return {name: until for name, (_, until) in self._faults.items() if now < until}
 
     def is_new(self, difference: str) -> bool:
@@ -113,12 +102,7 @@ group. If it did so earlier, its declaration belonged to an earlier group."""
 
 
 class Arrivals:
-    """What one peer observes during one search.
-
-    Args:
-        endpoint: endpoint of that peer.
-        now: when its search begins.
-    """
+    """What one peer, `endpoint`, observes during one search, which begins `now`."""
 
     def __init__(self, endpoint: str, now: float) -> None:
         self._endpoint = endpoint
@@ -148,7 +132,6 @@ class Arrivals:
         self._declared.update(others)
 
     def add_request(self, name: str, now: float) -> None:
-        """Notes that a peer has asked this one to lead it."""
         if name not in self._arrived or name in self._ended:
             self._add(name, now)
 
@@ -164,14 +147,11 @@ class Arrivals:
         return None if arrived is None else self._ready - arrived
 
     def last(self, members: Collection[str], since: float) -> LateArrival | None:
-        """The member that arrived last, if it was so late that it is worth reporting.
+        """The one of `members` that arrived last, if it was so late that it is worth reporting.
 
-        A client of another leader may have arrived even later. If there is one, a member is reported only if the group
-        was ready sooner after its arrival than it arrived after the others.
-
-        Args:
-            members: those for whom a group waits.
-            since: when this peer's last round ended; a time before its search.
+        `since` is when this peer's last round ended. A client of another leader may have arrived even later. If there
+        is one, a member is reported only if the group was ready sooner after its arrival than it arrived after the
+        others.
         """
         known = [(arrived, name) for name in members if (arrived := self._arrival(name)) is not None]
         if len(known) < 2:
@@ -250,18 +230,14 @@ class LastGroup:
         self._asked |= endpoint not in self._members
 
     def take_asked(self) -> bool:
-        """Whether a peer outside the group has asked since the last search."""
         asked, self._asked = self._asked, False
         return asked
 
     def read(self, entries: Mapping[str, Entry], *, surely: bool = False) -> Mapping[str, Entry]:
         """The declarations under the key. Those that belong to the last group count as ended, as its members know.
 
-        They do not say so in discovery if it knows nobody else, see `Matchmaking`.
-
-        Args:
-            entries: the declarations.
-            surely: whether those that only probably belong to it stay as they are.
+        They do not say so in discovery if it knows nobody else, see `Matchmaking`. Those that only probably belong to
+        it stay as they are if `surely`.
         """
         over = self._over if surely else self._probably_over
         return {
@@ -275,13 +251,7 @@ class LastGroup:
         return self._members.issuperset(entries) and self._members.issuperset(known)
 
     def leader(self, entries: Mapping[str, Entry], known: Collection[str], now: float) -> str:
-        """The leader with which the group forms again; empty if this peer has to search.
-
-        Args:
-            entries: the declarations under the key.
-            known: the peers that discovery knows.
-            now: seconds since the epoch.
-        """
+        """The leader with which the group forms again; empty if it has to search. `known` are discovery's peers."""
         again = self._averages and self._ended and now < self._declared_until and self.is_all(entries, known)
         waiting = any(unpack_looking(entry.value) for entry in self.read(entries).values())
         return self._leader if again and not waiting else ""

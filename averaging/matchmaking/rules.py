@@ -90,14 +90,11 @@ class Quorum:
 
     @property
     def stated(self) -> tuple[int, float, bool]:
-        """See `Statement.quorum`."""
         return self.count, self.grace, True
 
 
 @dataclass(slots=True)
 class LeaderCandidate:
-    """What a peer that looks for a group knows about itself."""
-
     member: Member
     schema_hash: bytes
     target_group_size: int  # members with which its group begins at once
@@ -132,10 +129,7 @@ def declaration_seconds(group_wait: float, had_too_few: bool) -> float:
 
 
 def verdict(request: JoinRequest, searching: LeaderCandidate | None) -> tuple[MessageCode, str]:
-    """The answer to a request to join, and the suggested leader if there is one.
-
-    The wire contract fixes the order of the checks.
-    """
+    """The answer to a request to join, and the suggested leader. The wire contract fixes the order of the checks."""
     if searching is None or searching.assembled:
         return MessageCode.NOT_LOOKING_FOR_GROUP, ""
     if (
@@ -162,11 +156,10 @@ def verdict(request: JoinRequest, searching: LeaderCandidate | None) -> tuple[Me
 
 
 def _gather_is_sound(request: JoinRequest) -> bool:
-    """A member whose gather is unreadable would make the round fail for the whole group."""
     try:
         member = unpack_gather(request.endpoint, request.gather)
     except ProtocolViolationError:
-        return False
+        return False  # it would make the round fail for the whole group
     return (member.mode is Mode.CLIENT) == request.client_mode
 
 
@@ -210,10 +203,6 @@ def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
     return Quorum(*stated[(len(stated) - 1) // 2][:2]) if stated else None
 
 
-def has_quorum(searching: LeaderCandidate) -> bool:
-    return searching.quorum is not None and followers_for_group(searching, searching.min_group_size) is not None
-
-
 def is_complete(searching: LeaderCandidate) -> bool:
     """Whether the group of a leader can begin at once. An auxiliary is not a contributor."""
     if len(searching.followers) + 1 >= searching.target_group_size:
@@ -244,11 +233,7 @@ def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: ran
 
 
 def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: bytes) -> Group:
-    """The group that `leader` announces to `endpoint`, which sent it `gather`.
-
-    Raises:
-        ProtocolViolationError: the announcement is malformed, or misstates this peer's weight or mode.
-    """
+    """The group that `leader` announces to `endpoint`, which sent it `gather`; or raises a ProtocolViolationError."""
     names = message.ordered_group_endpoints
     if not message.group_id or len(message.group_id) > 256:
         raise ProtocolViolationError(f"began a group whose id has {len(message.group_id)} bytes", leader)
@@ -300,10 +285,8 @@ def candidates(
     """The peers to ask now: those whose declarations come before `own`, without those that have just refused.
 
     They are ordered by standing, and those of one standing by declaration. Deserters may be asked from `deserters_from`
-    on; times are in seconds since the epoch.
-
-    Returns:
-        The peers and, if there is none, when to look again at the latest; None if only at a change.
+    on; times are in seconds since the epoch. If there is none, the second result is when to look again at the latest;
+    None if only at a change.
     """
     ranked: list[tuple[LeaderStanding, Declaration]] = []
     again: float | None = None
@@ -340,10 +323,8 @@ def requests_to_start(pending: int, overdue: int) -> int:
 def head_start(own: float | None, others: float | None, unanswered: int) -> float:
     """The head start of a request in seconds: until it is over, no other peer is asked and no complete group begins.
 
-    Args:
-        own: how long the peer usually takes to answer, with room for variation; None if too little is known.
-        others: the median of that over all peers; None if it is known of none.
-        unanswered: number of requests in a row that it did not answer.
+    `own` is how long the peer usually takes to answer, with room for variation, `others` the median of that over all
+    peers, each None if too little is known. `unanswered` requests in a row did not get an answer from it.
     """
     if unanswered >= MAX_UNANSWERED:
         return 0.0
@@ -378,18 +359,14 @@ def pack_looking(looking: bool) -> bytes:
 
 
 def pack_in_group(began: float) -> bytes:
-    """The value of the record of a peer whose search has found a group, where only one group may have the key.
+    """The value of a record that says that a group began, in seconds since the epoch, where only one may have the key.
 
     For peers that do not know it the search is over, as with `pack_looking(False)`.
-
-    Args:
-        began: when its group began, in seconds since the epoch.
     """
     return pack({"in_group": began})
 
 
 def unpack_in_group(value: bytes) -> float | None:
-    """When the group of the peer that stored this value began; None if the value says nothing of a group."""
     try:
         match unpack(value):
             case {"in_group": float() as began} if math.isfinite(began):

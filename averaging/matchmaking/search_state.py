@@ -115,11 +115,7 @@ class OpenRequest:
 
 
 class SearchState:
-    """The state of one search. No method awaits, so each change is atomic.
-
-    Args:
-        prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
-    """
+    """The state of one search. No method awaits, so each change is atomic."""
 
     def __init__(
         self,
@@ -158,7 +154,6 @@ class SearchState:
         return bool(self.open_requests or state.leader or state.followers or state.assembled)
 
     def observe(self, entries: Mapping[str, Entry]) -> None:
-        """Takes the declarations that are under the key now."""
         others = {name: entry for name, entry in entries.items() if name != self.state.member.endpoint}
         looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
@@ -213,7 +208,8 @@ class SearchState:
         """
         quorum = self.state.quorum
         over = self.group is not None or self.ending or bool(self.others_in_group)
-        if quorum is None or over or not self.state.leads or not rules.has_quorum(self.state):
+        there = quorum is not None and rules.followers_for_group(self.state, self.state.min_group_size) is not None
+        if quorum is None or over or not self.state.leads or not there:
             self._quorum_since = None
             return math.inf
         if self._quorum_since is None:
@@ -241,7 +237,6 @@ class SearchState:
             request.task.cancel()
 
     def end_head_start(self, request: OpenRequest) -> None:
-        """Lets complete groups begin without the answer to a request: it was refused, or its head start is over."""
         request.pending = False
         self.begin_if_complete()
         self.changed.set()
@@ -317,7 +312,6 @@ class SearchState:
         self.changed.set()
 
     def explain(self, key: str, min_group_size: int, diagnosis: Diagnosis) -> str:
-        """Why no group was found, as text for the user."""
         if not self.looking_too and not self.answers:
             return explain_absence(key, diagnosis)
         answers = ", ".join(f"{name}: {answer:.300}" for name, answer in self.answers.items())
@@ -356,6 +350,5 @@ class SearchDeadline:
 
     @property
     def seconds(self) -> float:
-        """Seconds that are left; at most 0 when the deadline has passed."""
         left = self._seconds - self._searched()
         return min(max(self._deadline - self._clock(), left - rules.CLOCK_TOLERANCE), left + rules.CLOCK_TOLERANCE)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from averaging.allreduce import LARGE_PART_BYTES
 from averaging.common import chosen_proxy, ignored_proxies, shown_proxy
@@ -89,11 +89,7 @@ class PeerContext:
 
 
 class Lifecycle:
-    """What a peer has before it is entered, and how it is entered.
-
-    Raises:
-        ConfigError: there are `services`, and no gRPC to serve them.
-    """
+    """What a peer has before it is entered, and how it is entered."""
 
     def __init__(
         self,
@@ -119,18 +115,13 @@ class Lifecycle:
         self.transport = context.transport or make_transport(config, credentials, self.seeds, self.services)
 
     async def start(self, not_ready: Callable[[], str]) -> Running:
-        """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
-
-        Args:
-            not_ready: why the peer is not ready, for /readyz; an empty text if it is.
-
-        Raises:
-            ListenError: it cannot listen at the address, or at that for metrics.
-            JoinError: no peer of `join` answered in time, or all refuse permanently.
-        """
+        """See `Peer.__aenter__`; `not_ready` returns why the peer is not ready, for /readyz, or an empty text."""
         config, transport, seeds, clock = self._config, self.transport, self.seeds, self._clock
         shard, snapshots = self._context.shard, self._snapshots
-        _log_proxy()
+        if (proxy := chosen_proxy()) is not None:
+            logger.info("other peers are called through the proxy %s, and parts travel over gRPC", shown_proxy(proxy))
+        elif ignored := ignored_proxies():
+            logger.info("other peers are called directly: %s", ignored)
         async with AsyncExitStack() as stack:
             metrics = PeerMetrics(config, self._credentials, not_ready, clock)
             if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
@@ -156,8 +147,10 @@ class Lifecycle:
                 discovery = shard.discovery_in(run_discovery, endpoint)
             await self._follow(discovery, run_discovery)
             service.discovery = discovery
-            progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
-            data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
+            progress, data = (
+                RunProgress(key, endpoint, discovery, transport, clock, seeds.named)
+                for key in (progress_key(config.run_id), data_key(config.run_id))
+            )
             rounds = Rounds(
                 config, endpoint, transport, discovery, progress, service, clock=clock, rng=self._context.rng
             )
@@ -183,7 +176,6 @@ class Lifecycle:
             return Running(stack.pop_all(), endpoint, scraped, loop, *found)
 
     async def _leave_when_asked(self, notices: Sequence[PublishedRecord], rounds: Rounds, service: PeerService) -> None:
-        """Waits until somebody asks this peer to leave, brings its work to an end, and calls `on_leave`."""
         departure = self.control.departure
         await departure.asked.wait()
         for notice in notices:  # nobody waits for this peer any more, and newcomers ask other donors
@@ -196,7 +188,7 @@ class Lifecycle:
             self._context.on_leave()
 
     async def _follow(self, discovery: Discovery, run_discovery: Discovery) -> None:
-        """Reads what is read without a wait later on: whether others train, which samples, and who offers a state."""
+        # Later on these are read without a wait: whether others train, which samples, and who offers a state.
         run_id = self._config.run_id
         followed = [discovery.follow(progress_key(run_id)), discovery.follow(data_key(run_id))]
         followed.append(discovery.follow(donors_key(run_id), keep=False))
@@ -221,44 +213,27 @@ class Lifecycle:
         return discovery
 
 
-def _log_proxy() -> None:
-    chosen = chosen_proxy()
-    if chosen is not None:
-        logger.info("other peers are called through the proxy %s, and parts travel over gRPC", shown_proxy(chosen))
-    elif ignored := ignored_proxies():
-        logger.info("other peers are called directly: %s", ignored)
-
-
-# Creates the transport of a peer from its options.
-
-
 def make_transport(
     config: PeerConfig, credentials: Credentials, seeds: Seeds, services: Sequence[RpcService]
 ) -> Transport:
-    """Creates a transport over gRPC, with the direct lane unless `config` switches it off."""
     listen = None if config.mode is Mode.CLIENT else config.listen
     # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
     most = 2 * config.part_size_bytes + (32 << 20)
+    options: dict[str, Any] = {
+        "max_message_bytes": most,
+        "credentials": credentials,
+        "given": seeds.named,
+        "names": seeds.names,
+        "services": services,
+    }
     # Direct connections are no HTTP, so all calls go over gRPC where there is a proxy.
     if config.direct_listen is None or chosen_proxy() is not None:
-        return GrpcTransport(
-            listen,
-            config.advertise,
-            max_message_bytes=most,
-            credentials=credentials,
-            given=seeds.named,
-            names=seeds.names,
-            services=services,
-        )
+        return GrpcTransport(listen, config.advertise, **options)
     return DirectTransport(
         listen,
         config.advertise,
         direct_listen=config.direct_listen,
         direct_advertise=config.direct_advertise,
         max_part_bytes=max(2 * config.part_size_bytes, LARGE_PART_BYTES) + (64 << 10),
-        max_message_bytes=most,
-        credentials=credentials,
-        given=seeds.named,
-        names=seeds.names,
-        services=services,
+        **options,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -15,7 +15,7 @@ from averaging.config import NonFinite, PeerConfig, configure
 from averaging.discovery import Discovery, shards_key
 from averaging.errors import ClosedError, ConfigError
 from averaging.peer.lifecycle import Lifecycle, PeerContext, Running
-from averaging.peer.run_progress import RunProgress, find_gone, refusing
+from averaging.peer.run_progress import RunProgress
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, PeerStatus, ReadByService, Receipt
@@ -32,8 +32,6 @@ MAX_TOPIC = 64
 
 @dataclass(frozen=True, slots=True)
 class FetchedState:
-    """A downloaded and verified state, and the endpoint of its donor."""
-
     state: State
     donor: str
 
@@ -188,11 +186,6 @@ class Peer(InProcess):
         return self._entered.discovery
 
     @property
-    def clock_correction(self) -> float:
-        """Seconds to add to this peer's clock for the run's clock, as far as discovery knows the others' clocks."""
-        return self._entered.run_discovery.diagnose().clock_correction
-
-    @property
     def donors(self) -> list[tuple[float, str]]:
         """The other peers that offer their state, as (priority, endpoint), in descending order."""
         return self._entered.donors.others()
@@ -213,20 +206,6 @@ class Peer(InProcess):
     def data(self) -> RunProgress:
         """Which samples this peer and the others train, see `averaging.data`."""
         return self._entered.data
-
-    async def mark_gone_data(self, holders: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
-        """Ignores the data records of those of these peers whose address refuses connections, and yields them."""
-        async with aclosing(find_gone(self._transport, holders)) as gone:
-            async for name in gone:
-                self.data.mark_gone(name)
-                yield name
-
-    async def mark_gone(self, names: Collection[str]) -> list[str]:
-        """Ignores, and returns, those of these peers that refuse connections, now or since their last announcement."""
-        refused = await refusing(self._transport, names)
-        for name in refused:
-            self.progress.mark_gone(name)
-        return [name for name in names if name in refused or self.progress.is_gone(name)]
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """When the last declaration of other training peers for this topic expires; None if there is none.
@@ -442,9 +421,8 @@ class Peer(InProcess):
 
 
 def _gathered(config: PeerConfig, weight: float, gather: Any, drift: DriftCheck | None) -> bytes:
-    """What a peer tells its group: the fingerprint too, if there is room beside the application's `gather`."""
     if drift is not None:
-        with suppress(ValueError):
+        with suppress(ValueError):  # no room for the fingerprint beside the application's `gather`
             return pack_gather(weight, config.bandwidth, config.mode, attach(gather, drift.own))
     try:
         return pack_gather(weight, config.bandwidth, config.mode, gather)

@@ -20,7 +20,7 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ClosedError, RoundError
 from averaging.matchmaking import Arrivals, Conduct, Matchmaking, NoGroupError, SearchConfig
-from averaging.peer.run_progress import RunProgress, find_gone, is_refused
+from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import ExpectedInSearch, PeerService
 from averaging.peer.topics import (
     Adopt,
@@ -28,6 +28,7 @@ from averaging.peer.topics import (
     ExpectedPeers,
     RoundOptions,
     SparseFeedback,
+    StartSize,
     StopSearch,
     Topic,
 )
@@ -92,7 +93,7 @@ class _Round:
 
 
 class _NotAveragedError(Exception):
-    """Ends a round without an average: the outcome and the reason for its receipt."""
+    """Ends a round without an average; its arguments are the outcome and the reason for the receipt."""
 
 
 class Rounds:
@@ -159,7 +160,6 @@ class Rounds:
         return matchmaking
 
     def _over_lifetime(self, seconds: float) -> float:
-        """`seconds`, or less if phases follow each other so fast that there would be too many records."""
         if len(self._phase_searches) < MAX_OVER_RECORDS:
             return seconds
         return min(seconds, asyncio.get_running_loop().time() - self._phase_searches[0])
@@ -169,22 +169,14 @@ class Rounds:
         return self._current is not None
 
     async def close(self) -> None:
-        """Ends the `average` in progress, and waits for its end."""
         if self._current is not None:
             expire(self._current)
         await self._idle.wait()
 
     async def average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
-        """Averages with a group; one at a time.
+        """See `Peer.average`; raises also what a function among the options raises.
 
-        Returns:
-            The receipt. The service's book keeps one in any case, also if this raises.
-
-        Raises:
-            TensorError: a tensor holds NaN or infinity, unless the peer allows these.
-            RoundError: another one is in progress.
-            ClosedError: the peer was closed meanwhile.
-            Exception: raised by a function among the options.
+        The service's book keeps a receipt in any case.
         """
         if self._current is not None:
             raise RoundError("another average() of this peer is in progress; await it first")
@@ -214,7 +206,7 @@ class Rounds:
                 if reason := self._too_small(group):
                     await allreduce.leave()
                     raise RoundError(reason)
-                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
+                round_.result = await allreduce.run(partial(self._prepare, round_, group), self._config.round_timeout)
                 await self._adopt(round_, group, round_.result)
         if round_.group is not None and not round_.receipt.averaged:
             await self._let_another_begin(round_)
@@ -228,9 +220,7 @@ class Rounds:
         matchmaking = self._service.matchmaking
         if matchmaking is None or not await matchmaking.withdraw():
             return
-        for lost in round_.receipt.dropped:
-            if await is_refused(self._transport, lost.endpoint):
-                self._progress.mark_gone(lost.endpoint)
+        await self._progress.mark_refusing([lost.endpoint for lost in round_.receipt.dropped])
 
     async def drain(self) -> None:
         """Begins no further round, and waits for the end of the one in progress. Call it once.
@@ -243,7 +233,6 @@ class Rounds:
         await self._idle.wait()
 
     async def end_search(self) -> None:
-        """Ends the search in progress, unless a leader has accepted this peer already."""
         matchmaking = self._service.matchmaking
         if self._searching is not None and matchmaking is not None:
             can_end = await matchmaking.end_search(DECISION_SECONDS)
@@ -252,7 +241,6 @@ class Rounds:
 
     @contextmanager
     def _booked(self, round_: _Round) -> Iterator[None]:
-        """Keeps a receipt of the round, however it ends."""
         outcome, reason = Outcome.CANCELLED, "cancelled by this peer's application"
         try:
             yield
@@ -291,7 +279,9 @@ class Rounds:
         matchmaking = self._service.matchmaking = self.matchmaking(round_.schema, lasting=lasting)
         if not lasting:
             self._phase_searches.append(began)
-        default = self._all_that_train if self._config.mode is Mode.AUXILIARY else None
+        default: StartSize | None = None
+        if self._config.mode is Mode.AUXILIARY:
+            default = lambda trained: len(trained) or self._config.group_size  # noqa: E731
         start_size, stop_search = options.get("start_size", default), options.get("stop_search")
         expected_peers: ExpectedPeers = options.get("expected_peers", _nobody)
         announcements = self._progress.announcements
@@ -340,7 +330,16 @@ class Rounds:
         if (drift := round_.options.get("drift")) is not None:
             round_.drift = drift.compare(self._endpoint, self._fingerprints(group))
         try:
-            allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)
+            feedback = round_.topic.feedback
+            allreduce = round_.allreduce = self._service.round = AllReduce(
+                group,
+                self._endpoint,
+                round_.schema,
+                self._transport,
+                deadlines=self._service.deadlines,
+                non_finite=self._config.non_finite,
+                residual=None if feedback is None else feedback.replies,
+            )
         except AveragingError as error:
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         averaged = False
@@ -365,7 +364,6 @@ class Rounds:
             self.conduct.note_well(name)
 
     def _too_small(self, group: Group) -> str:
-        """Why this peer leaves a group that is too small; empty if it is large enough."""
         members, minimum = len(group.members), self._config.min_group_size
         if members >= minimum:
             return ""
@@ -382,12 +380,6 @@ class Rounds:
         stop_search: StopSearch | None,
         missing: Callable[[], Collection[str]],
     ) -> Group:
-        """Waits for the group that `search` finds.
-
-        Raises:
-            NoGroupError: there is none, or the other peers have advanced or left.
-            Exception: raised by `stop_search` or `missing`.
-        """
         watching: list[asyncio.Task[None]] = []
         failures: list[Exception] = []
         try:
@@ -413,15 +405,11 @@ class Rounds:
             raise failures[0]
         return group
 
-    def _all_that_train(self, announcements: Mapping[str, bytes]) -> int:
-        return len(announcements) or self._config.group_size
-
     async def _without_gone(self, missing: Callable[[], Collection[str]]) -> AsyncGenerator[dict[str, bytes], None]:
         """Yields the others' progress whenever an expected peer turns out to be gone."""
-        async with aclosing(find_gone(self._transport, missing)) as gone:
+        async with aclosing(self._progress.mark_missing(missing)) as gone:
             async for name in gone:
                 logger.info("%s refuses connections, so this round does not wait for it", name)
-                self._progress.mark_gone(name)
                 yield self._progress.announcements
 
     async def _watch(
@@ -431,7 +419,6 @@ class Rounds:
         failures: list[Exception],
         stop: Callable[[], None],
     ) -> None:
-        """Stops the search when `stop_search` returns True or raises; an exception is added to `failures`."""
         try:
             async with aclosing(progress) as changes:
                 async for announcements in changes:
@@ -442,19 +429,7 @@ class Rounds:
             failures.append(error)
             stop()
 
-    def _new_round(self, round_: _Round, group: Group) -> AllReduce:
-        feedback = round_.topic.feedback
-        return AllReduce(
-            group,
-            self._endpoint,
-            round_.schema,
-            self._transport,
-            deadlines=self._service.deadlines,
-            non_finite=self._config.non_finite,
-            residual=None if feedback is None else feedback.replies,
-        )
-
-    async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
+    async def _prepare(self, round_: _Round, group: Group) -> Sequence[Prepared]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies.
 
         The copies of tensors on a device are made while the first parts are sent.
@@ -463,8 +438,8 @@ class Rounds:
         prepare = round_.options.get("prepare")
 
         def contributed() -> Sequence[Prepared]:
-            if prepare is not None and round_.group is not None:
-                prepare(_gathered(round_.group))
+            if prepare is not None:
+                prepare(_gathered(group))
             tensors = shared.flat()
             if self._config.mode is Mode.AUXILIARY or feedback is None:
                 # An auxiliary sends nothing. Of what is on a device the first part is here, and the rest follows.
@@ -474,7 +449,8 @@ class Rounds:
             whole = [tensor.whole() if isinstance(tensor, StagedTensor) else tensor for tensor in tensors]
             if isinstance(feedback, SparseFeedback):
                 return feedback.inputs(whole)
-            round_.inputs = feedback.inputs(whole, self._share(round_))
+            share = group.members[group.index(self._endpoint)].weight / group.total_weight
+            round_.inputs = feedback.inputs(whole, share)
             return round_.inputs
 
         slowness = SPARSE_SLOWNESS if isinstance(feedback, SparseFeedback) else 1
@@ -485,16 +461,7 @@ class Rounds:
         round_.enter("allreduce")
         return tensors
 
-    def _share(self, round_: _Round) -> float:
-        group = round_.group
-        return 0.0 if group is None else group.members[group.index(self._endpoint)].weight / group.total_weight
-
     async def _adopt(self, round_: _Round, group: Group, result: RoundResult) -> None:
-        """Writes the result to the tensors.
-
-        Raises:
-            RoundError: it is not complete enough, was not confirmed, or the application holds the tensors' lock.
-        """
         round_.enter("adopting")
         if self._service.matchmaking is not None:
             self._service.matchmaking.update_group_bits(group)
@@ -570,7 +537,6 @@ class Rounds:
         )
 
     def _state(self, round_: _Round, result: RoundResult | None) -> str:
-        """The digest of what all members hold alike: of the averages if the result is the state."""
         if result is not None and round_.adopted and round_.topic.commits and not result.kept_local:
             return result.digest
         drift = round_.options.get("drift")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from itertools import compress
 
 from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
 from averaging.discovery import Discovery, Entry, PublishedRecord
 from averaging.errors import AveragingError, PeerUnreachableError
-from averaging.protocol import progress_key
 from averaging.receipts import rate_in
 from averaging.transport import Transport
 
@@ -26,19 +26,32 @@ PAUSE = 0.02
 """Minimum seconds between two announcements of a peer."""
 
 
+# A process that was killed leaves its records in discovery. So peers that are expected are called:
+
+FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
+"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
+A peer that arrives in time is not called."""
+
+MAX_CALLS = 16
+"""Peers that are called at a time."""
+
+CALL_TIMEOUT = 2.0
+"""Seconds for which a call may take; a refused connection takes one round trip."""
+
+
 class RunProgress:
-    """What the peers of a run announce under one key; that of the progress if `key` is None."""
+    """What the peers of a run announce under one key, and which of them are gone."""
 
     def __init__(
         self,
-        run_id: str,
+        key: str,
         endpoint: str,
         discovery: Discovery,
+        transport: Transport,
         clock: Callable[[], float],
         given: Collection[str] = (),
-        key: str | None = None,
     ) -> None:
-        self._key, self._endpoint, self._discovery = key or progress_key(run_id), endpoint, discovery
+        self._key, self._endpoint, self._discovery, self._transport = key, endpoint, discovery, transport
         self._own: bytes | None = None
         self._given, self._apart = given, dict[str, str]()  # peers that this one cannot average with, and why
         self._gone: dict[str, Entry] = {}  # last announcements of peers that refuse connections
@@ -55,7 +68,6 @@ class RunProgress:
         )
 
     def announce(self, progress: bytes, *, soon: bool = True) -> None:
-        """Announces this peer's progress, which is valid until the next call."""
         self._own = progress
         if soon:
             self.notice.changed()
@@ -114,11 +126,39 @@ class RunProgress:
             progress_of[self._endpoint] = self._own
         return {name: rate for name, progress in progress_of.items() if (rate := rate_in(progress)) is not None}
 
-    def mark_gone(self, endpoint: str) -> None:
-        """Ignores the announcement of a peer that refuses connections, until the peer renews it."""
-        entry = self._discovery.get(self._key).get(endpoint)
-        if entry is not None:
-            self._gone[endpoint] = entry
+    async def mark_refusing(self, names: Collection[str]) -> list[str]:
+        """Calls at most `MAX_CALLS` of these peers, and returns those whose address refuses connections.
+
+        Their announcements are ignored until they renew them.
+        """
+        called = sorted(name for name in names if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
+        refused = await asyncio.gather(*(self._is_refused(name) for name in called))
+        entries = self._discovery.get(self._key)
+        self._gone |= {name: entries[name] for name in compress(called, refused) if name in entries}
+        return list(compress(called, refused))
+
+    async def mark_missing(self, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
+        """Calls the missing peers again and again, and yields those that refuse connections, until it is closed."""
+        backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
+        while True:
+            await asyncio.sleep(backoff.next_delay())
+            for name in await self.mark_refusing(missing()):
+                yield name
+
+    async def gone_of(self, names: Collection[str]) -> list[str]:
+        """Those of these peers that refuse connections, now or since their last announcement."""
+        refused = await self.mark_refusing(names)
+        return [name for name in names if name in refused or name in self._gone]
+
+    async def _is_refused(self, endpoint: str) -> bool:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                await self._transport.get_schema(endpoint)
+        except PeerUnreachableError as error:
+            return error.refused
+        except (TimeoutError, AveragingError):
+            pass
+        return False
 
     def is_gone(self, endpoint: str) -> bool:
         return endpoint in self._gone
@@ -130,53 +170,9 @@ class RunProgress:
 
     async def until(self, condition: Callable[[dict[str, bytes]], bool], timeout: float) -> dict[str, bytes]:
         """Waits until the announcements fulfil `condition`, or for `timeout` seconds; returns them."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout), aclosing(self.watch()) as changes:
                 async for announcements in changes:
                     if condition(announcements):
                         return announcements
-        except TimeoutError:
-            pass
         return self.announcements
-
-
-# Finds expected peers whose process was killed, which leaves their records in discovery.
-
-
-FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
-"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
-A peer that arrives in time is not called."""
-
-MAX_CALLS = 16
-"""Peers that are called at a time."""
-
-CALL_TIMEOUT = 2.0
-"""Seconds for which a call may take; a refused connection takes one round trip."""
-
-
-async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
-    """Yields missing peers whose address refuses connections, until it is closed."""
-    backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
-    while True:
-        await asyncio.sleep(backoff.next_delay())
-        for name in await refusing(transport, missing()):
-            yield name
-
-
-async def refusing(transport: Transport, names: Collection[str]) -> list[str]:
-    """Those of these peers whose address refuses connections; at most `MAX_CALLS` are called."""
-    called = sorted(name for name in names if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
-    gone = await asyncio.gather(*(is_refused(transport, name) for name in called))
-    return [name for name, refused in zip(called, gone, strict=True) if refused]
-
-
-async def is_refused(transport: Transport, endpoint: str) -> bool:
-    """Whether the address of a peer refuses connections."""
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT):
-            await transport.get_schema(endpoint)
-    except PeerUnreachableError as error:
-        return error.refused
-    except (TimeoutError, AveragingError):
-        return False
-    return False

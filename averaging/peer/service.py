@@ -51,13 +51,10 @@ MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class ExpectedInSearch:
-    """The peers that a search for a group still expects."""
-
     began: float  # time of the running loop
     missing: Callable[[], Collection[str]]  # their endpoints
 
     def waiting_for(self, least: float) -> list[str]:
-        """The missing peers, once the search has lasted this many seconds."""
         if asyncio.get_running_loop().time() - self.began < least:
             return []
         with suppress(Exception):  # of the application's function, which ends the search
@@ -94,7 +91,6 @@ class PeerService:
         self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Answers a request to join this peer's group."""
         if self.matchmaking is None:
             yield MessageFromLeader(MessageCode.NOT_LOOKING_FOR_GROUP)
             return
@@ -103,7 +99,6 @@ class PeerService:
                 yield reply
 
     async def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        """Serves one sender's stream of the round it names."""
         try:
             # The all-reduce has deadlines for its senders; this timeout ends all other streams.
             async with self._stall_timeout(2):
@@ -161,7 +156,6 @@ class PeerService:
         return self.matchmaking.schema if self.matchmaking else self._schema
 
     def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
-        """Identity and present activity of this peer, see `AveragingService`."""
         matchmaking, current = self.matchmaking, self.round
         known = (self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}
         return PeerStatus(
@@ -199,7 +193,6 @@ class PeerService:
         return self.book.watch(last)
 
     async def _find_round(self, group_id: bytes) -> AllReduce | None:
-        """The all-reduce of that group; waits while a group is being assembled."""
         if not self._is_current(group_id) and self.matchmaking is not None:
             try:
                 async with self._stall_timeout(1):
@@ -232,14 +225,12 @@ class PeerMetrics:
         self.listener = MetricsListener(config.metrics_listen, name, metrics, self.sample, not_ready)
 
     def note(self, receipt: Receipt) -> None:
-        """Counts a round that has ended."""
         for phase, seconds in receipt.phases.items():
             self._durations[(phase,)] = self._durations.get((phase,), Distribution()).plus(seconds)
         if receipt.averaged:
             self._last_average = self._clock()
 
     def sample(self) -> Samples:
-        """The present values."""
         samples: dict[str, float | None] = {
             "averaging_ready": float(not self._not_ready()),
             "averaging_last_average_timestamp_seconds": self._last_average,

@@ -44,14 +44,8 @@ class ErrorFeedback:
 
     A residual is what an average lacks since the code has lost it, of this peer's contributions and of the averages
     that it has encoded as a reducer. It takes as much memory as the tensors, and twice as much during a round. For
-    float16 and bfloat16 it is float32, since it is usually too small to be added in the tensor's dtype.
-
-    Args:
-        schema: schema of the tensors.
-
-    Attributes:
-        residuals: one per tensor, 1-D, on the CPU, float32 or float64.
-        replies: what the replies have lost, while this peer contributes nothing that counts.
+    float16 and bfloat16 it is float32, since it is usually too small to be added in the tensor's dtype. All are 1-D, on
+    the CPU. `replies` is what the replies have lost, while this peer contributes nothing that counts.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -65,11 +59,9 @@ class ErrorFeedback:
         self._codes = [spec.compression for spec in schema.tensors]
 
     def inputs(self, tensors: Sequence[torch.Tensor], share: float = 1.0) -> list[torch.Tensor]:
-        """The tensors to send: `tensors` plus the residuals, 1-D, in the dtypes of `tensors`.
+        """The 1-D CPU `tensors` plus the residuals, in the dtypes of `tensors`: what is sent.
 
-        Args:
-            tensors: 1-D, on the CPU.
-            share: this peer's share of the average.
+        `share` is this peer's share of the average.
         """
         self._share, times = share, 1 / share if share >= LEAST_SHARE else 0.0
         pairs = zip(tensors, self.residuals, strict=True)
@@ -77,12 +69,10 @@ class ErrorFeedback:
         return [exact.to(tensor.dtype) for exact, tensor in zip(self._exact, tensors, strict=True)]
 
     def sent(self, inputs: Sequence[torch.Tensor], encoded: Iterable[Part], plain: Iterable[Part]) -> None:
-        """Updates the residuals after a round. Parts in neither list were not averaged; their residuals do not change.
+        """Updates the residuals after a round, given what `inputs` returned last.
 
-        Args:
-            inputs: what `inputs` returned last.
-            encoded: parts that another member has reduced, so that they went through the codec.
-            plain: parts that this member has reduced itself, without the codec.
+        `encoded` are parts that another member has reduced, so that they went through the codec; `plain` those that
+        this member has reduced itself. The residuals of all others, which were not averaged, do not change.
         """
         if self._share < LEAST_SHARE:
             self.replies.applied()
@@ -161,11 +151,7 @@ class SparseFeedback:
         self._change = 0.0
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SparseTensor]:
-        """The tensors to send: the largest elements of `decay * residual + change`, and the dense tensors themselves.
-
-        Args:
-            tensors: the changes and the dense tensors, 1-D, on the CPU; they are read, not kept.
-        """
+        """The largest elements of `decay * residual + change`, and the dense tensors; `tensors` are not kept."""
         base, self._last = self.residuals, None
         exact: dict[int, torch.Tensor] = {}
         sparse: dict[int, SparseTensor] = {}
@@ -213,7 +199,7 @@ class SparseFeedback:
         return changes
 
     def applied_alone(self) -> None:
-        """Called when this peer has applied its change as it is, without a round: the residuals decay as in one."""
+        """The residuals decay as in a round, since this peer has applied its change as it is, without one."""
         self._last = None
         for residual in self.residuals.values():
             residual.mul_(self.decay)
@@ -250,7 +236,6 @@ class SparseFeedback:
         self.replies, self._last, self._sent = ReplyResidual(), None, {}
 
     def dense(self, number: int, parts: Iterable[tuple[Part, Averaged]]) -> torch.Tensor:
-        """A result of the tensor of that number, 1-D, from all of its parts."""
         layout = self.layouts[number]
         flat = torch.zeros(layout.numel, device="cpu")
         for part, values in parts:
@@ -319,7 +304,6 @@ class Topic:
         return replace(self, schema=schema)
 
     def at(self, phase: str) -> Schema:
-        """The schema of one phase; only peers in the same phase form a group."""
         return replace(self.schema, topic=f"{self.schema.topic}/{phase}") if phase else self.schema
 
     def write(self, result: RoundResult) -> None:
@@ -344,7 +328,6 @@ class Topic:
 
 
 def make_topic(config: PeerConfig, tensors: SharedTensors, name: str = "", **options: Unpack[TopicOptions]) -> Topic:
-    """Creates a topic of these tensors at a peer with this configuration; see `Peer.topic`."""
     adopt = options.get("adopt", Adopt.AVERAGE)
     compression, top_k = options.get("compression"), options.get("top_k")
     error_feedback = options.get("error_feedback", False)
@@ -393,15 +376,6 @@ StartSize = Callable[[Mapping[str, bytes]], int]
 ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
 """Endpoints of the peers for which a round waits, given the same."""
 
-SearchTimeout = Callable[[Mapping[str, bytes]], float]
-"""Seconds to look for a group, given the same as the search begins."""
-
-Prepare = Callable[[Mapping[str, Any]], None]
-"""Writes what is sent to the topic's tensors, given what each member of the group gathers, by endpoint in its order."""
-
-Confirm = Callable[[Group], Awaitable[str]]
-"""Says why the result of a round with this group is not adopted; an empty text if it is."""
-
 
 class RoundOptions(TypedDict, total=False):
     """Options of one round: the keyword arguments of `Peer.average`.
@@ -425,9 +399,9 @@ class RoundOptions(TypedDict, total=False):
             In a strategy it ends by default when all expected peers have left.
         drift: comparison of this peer with the other members, in a strategy from `StrategyContext.fingerprint`; its
             fingerprint is passed to all of them with `gather`.
-        prepare: function that is called in another thread once the group is known, before the tensors are read. It may
-            write to the topic's tensors, for example at a place that depends on the group. If it raises a RoundError,
-            the round fails at this peer.
+        prepare: function that is called in another thread once the group is known, before the tensors are read, with
+            what each member gathers, by endpoint in the group's order. It may write to the topic's tensors, for example
+            at a place that depends on the group. If it raises a RoundError, the round fails at this peer.
         quorum: when a group that this peer leads begins although expected peers are missing; by default once its
             declaration expires. Of a phase with `once` no second group begins while the first one averages.
         follows: whether this peer only joins groups that others lead, without being waited for.
@@ -440,28 +414,23 @@ class RoundOptions(TypedDict, total=False):
     phase: str
     start_size: int | StartSize
     expected_peers: ExpectedPeers
-    search_timeout: float | SearchTimeout
+    search_timeout: float | Callable[[Mapping[str, bytes]], float]
     stop_search: StopSearch
     drift: DriftCheck
-    prepare: Prepare
+    prepare: Callable[[Mapping[str, Any]], None]
     quorum: Quorum
     follows: bool
-    confirm: Confirm
+    confirm: Callable[[Group], Awaitable[str]]
 
 
 class ExpectedAtFirst:
-    """The peers that a round expects as its search begins, and which of them are expected later on.
-
-    Args:
-        peers: function of the others' progress, see `RoundOptions`.
-    """
+    """The peers that a round expects as its search begins, and which of them are expected later on."""
 
     def __init__(self, peers: ExpectedPeers) -> None:
         self.peers = peers
         self._first: frozenset[str] | None = None
 
     def start_size(self, announcements: Mapping[str, bytes]) -> int:
-        """The number of those that are still expected, and this peer."""
         present = frozenset(self.peers(announcements))
         if self._first is None:
             self._first = present

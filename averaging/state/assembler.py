@@ -87,14 +87,9 @@ class StateLimits:
 class StateAssembler:
     """Assembles the messages of one download into a state and verifies them.
 
-    Args:
-        schema: the tensors that the downloader averages. The state must begin with them; None accepts any tensors.
-        limits: which states are refused.
-        earlier: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
-        min_version: a state with a lower version is refused.
-
-    Raises:
-        StateError: from every method, if the state is inconsistent or not acceptable.
+    The state must begin with the tensors of `schema`; None accepts any. What came in `earlier` downloads is reused
+    where this state has the same, and continued. A state with a version below `min_version` is refused. Every method
+    raises a StateError if the state is inconsistent or not acceptable.
     """
 
     def __init__(

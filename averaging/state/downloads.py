@@ -6,11 +6,9 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass, field, replace
 
 from averaging.common import is_number, pack, unpack
 from averaging.discovery import Discovery, PublishedRecord
@@ -32,10 +30,8 @@ PAUSE = 1.0
 class Donors:
     """The state donors of a run, from the view of the peer `endpoint`.
 
-    The priority of a donor is the version of its state: the peer that has averaged most often is asked first.
-
-    Attributes:
-        declaration: this peer's own record as a donor. It is published only if this peer shares its state.
+    The priority of a donor is the version of its state: the peer that has averaged most often is asked first. The own
+    `declaration` is published only if this peer shares its state.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class Donors:
 
 
 def unpack_priority(value: bytes) -> float | None:
-    """Priority in a donor's declaration; None if it is unreadable."""
     try:
         priority = unpack(value)
     except ValueError:
@@ -90,41 +85,23 @@ PER_MESSAGE = 1 << 10
 
 
 class DonorWatch:
-    """Ends the reading of a donor that is silent for too long, or too slow; a context manager around it.
+    """Ends the reading of a donor, inside the context `limit`, that is silent for too long or too slow.
 
-    Args:
-        silence: seconds until each message.
-        first: seconds until the first message.
-        least_rate: bytes per second that are expected in each `silence` seconds after the first message; 0 for none.
-
-    Raises:
-        TimeoutError: the donor was silent for too long or delivered too little. The message has the figures.
+    It waits for `first` seconds until the first message, and for `silence` seconds until each further one. In each
+    `silence` seconds after the first message it expects `least_rate` bytes per second. Its TimeoutErrors have figures.
     """
 
     def __init__(self, silence: float, *, first: float, least_rate: float) -> None:
         self._silence, self._rate = Deadline(silence, "timeout"), least_rate
         basis = "timeout" if first == silence else f"{first / silence:g} × timeout"
-        self._limit = FairTimeout(Deadline(first, basis), silence)
+        self.limit = FairTimeout(Deadline(first, basis), silence)
         self._began: float | None = None  # the window of the rate, in fair seconds of the messages so far
         self._now, self._delivered = 0.0, 0
 
-    async def __aenter__(self) -> Self:
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._limit.__aexit__(kind, error, traceback)
-
     def received(self, nbytes: int) -> None:
-        """Restarts the deadline after a message.
-
-        Raises:
-            TimeoutError: too little has come in the last `silence` seconds.
-        """
-        self._now += self._limit.waited
-        self._limit.restart(self._silence)
+        """Restarts the deadline after a message; raises a TimeoutError if too little has come lately."""
+        self._now += self.limit.waited
+        self.limit.restart(self._silence)
         if self._began is None:
             self._began = self._now
         self._delivered += max(nbytes, PER_MESSAGE)
@@ -179,7 +156,7 @@ async def download(
     Raises:
         StateError: no donor delivered the state. The message has the reason for each donor.
     """
-    return await _Download(transport, schema, silence, declared or {}, limits, on_progress).load(donors)
+    return await _Download(transport, schema, silence, dict(declared or {}), limits, on_progress).load(donors)
 
 
 def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[str]:
@@ -188,34 +165,28 @@ def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[st
     return sorted(donors, key=lambda donor: donor not in first)
 
 
+@dataclass(slots=True)
 class _Download:
-    def __init__(
-        self,
-        transport: Transport,
-        schema: Schema | None,
-        silence: float,
-        declared: Mapping[str, float],
-        limits: StateLimits | None,
-        on_progress: Callable[[StateAssembler], object],
-    ) -> None:
-        self._transport, self._schema, self._limits = transport, schema, limits
-        self._declared, self._silence = declared, silence
-        self._on_progress = on_progress
-        self._kept = ReceivedState()
-        self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
-        self._prepare: set[str] = set()  # those of them that answer calls
-        self._only_small: dict[str, bool] = {}  # whether donors answer, but deliver no more than one small message
+    transport: Transport
+    schema: Schema | None
+    silence: float
+    declared: dict[str, float]
+    limits: StateLimits | None
+    on_progress: Callable[[StateAssembler], object]
+    _kept: ReceivedState = field(default_factory=ReceivedState)
+    _not_started: dict[str, None] = field(default_factory=dict)  # timed out before their first message, in order
+    _prepare: set[str] = field(default_factory=set)  # those of them that answer calls
+    _only_small: dict[str, bool] = field(default_factory=dict)  # answer, but deliver no more than one small message
 
     async def load(self, donors: Sequence[str]) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered the whole state."""
         failures: dict[str, Exception] = {}
         gone: set[str] = set()
-        declared = dict(self._declared)
         queue, tries = list(donors), Counter[str]()
         while queue or (queue := await self._preparing()):
             donor = queue.pop(0)
-            min_version = declared.pop(donor, 0.0)
-            assembler = StateAssembler(self._schema, self._limits, self._kept, min_version)
+            min_version = self.declared.pop(donor, 0.0)
+            assembler = StateAssembler(self.schema, self.limits, self._kept, min_version)
             before = self._kept.nbytes
             tries[donor] += 1
             interrupted = False
@@ -248,8 +219,12 @@ class _Download:
             retry = interrupted and self._kept.nbytes > before and tries[donor] < TRIES_PER_DONOR
             if assembler.outdated or retry:
                 queue.append(donor)
-        text = _error_text(self._reason(donor, error) for donor, error in failures.items())
-        raise StateError(text, gone, unconnected=_some_unconnected(failures.values()))
+        reasons = (
+            "; ".join(self._reason(donor, error) for donor, error in failures.items()) or "no peer shares its state"
+        )
+        text = f"no state could be downloaded ({reasons}); nothing was changed"
+        unconnected = any(isinstance(error, PeerUnreachableError) and error.unconnected for error in failures.values())
+        raise StateError(text, gone, unconnected=unconnected)
 
     async def _preparing(self) -> list[str]:
         """Donors that sent nothing but answer calls: they get more time, once."""
@@ -265,8 +240,8 @@ class _Download:
 
     async def _is_alive(self, donor: str) -> bool:
         try:
-            async with asyncio.timeout(self._silence / 3):
-                return await is_alive(self._transport, donor)
+            async with asyncio.timeout(self.silence / 3):
+                return await is_alive(self.transport, donor)
         except TimeoutError:
             return False
 
@@ -276,41 +251,25 @@ class _Download:
             text += " (only small messages arrive from it, so the path may lose large packets: try a smaller MTU)"
         return text
 
-    async def _read(
-        self,
-        donor: str,
-        assembler: StateAssembler,
-        resume: Resume,
-        *,
-        alone: bool,
-    ) -> None:
+    async def _read(self, donor: str, assembler: StateAssembler, resume: Resume, *, alone: bool) -> None:
         started = False
-        first = self._silence
+        first = self.silence
         if donor in self._prepare:
             first *= PREPARING
         elif not alone:
             first = min(first, max(1.0, first / PREPARING))
-        watch = DonorWatch(self._silence, first=first, least_rate=0.0 if alone else LEAST_RATE)
+        watch = DonorWatch(self.silence, first=first, least_rate=0.0 if alone else LEAST_RATE)
         try:
-            async with watch, aclosing(self._transport.download_state(donor, resume)) as messages:
+            async with watch.limit, aclosing(self.transport.download_state(donor, resume)) as messages:
                 async for message in messages:
                     nbytes = len(message.tensor_part.buffer) if message.tensor_part else 0
                     is_small = not started and len(message.metadata) + nbytes <= SMALL
                     self._only_small[donor] = self._only_small.get(donor, True) and is_small
                     started = True
                     assembler.feed(message)
-                    self._on_progress(assembler)
+                    self.on_progress(assembler)
                     watch.received(nbytes)
         except TimeoutError:
             if not started:
                 self._not_started[donor] = None
             raise
-
-
-def _some_unconnected(answers: Iterable[object]) -> bool:
-    return any(isinstance(answer, PeerUnreachableError) and answer.unconnected for answer in answers)
-
-
-def _error_text(failures: Iterable[str]) -> str:
-    reasons = "; ".join(failures) or "no peer shares its state"
-    return f"no state could be downloaded ({reasons}); nothing was changed"

@@ -49,8 +49,6 @@ class StateTensor(TensorInfo):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The metadata of a download."""
-
     version: int
     tensors: tuple[StateTensor, ...]
     user: Mapping[str, Any] = field(default_factory=dict)
@@ -80,11 +78,7 @@ class _Fields(Struct):
 
 
 def read_manifest(packed: bytes) -> Manifest:
-    """Reads and validates metadata.
-
-    Raises:
-        StateError: the metadata is unreadable or inconsistent.
-    """
+    """Reads and validates metadata; raises a StateError if it is unreadable or inconsistent."""
     if not packed or len(packed) > MAX_METADATA_BYTES:
         raise StateError(f"its metadata has {len(packed)} bytes")
     try:
@@ -104,7 +98,7 @@ def read_manifest(packed: bytes) -> Manifest:
 
 
 def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:
-    """Returns how many tensors lie completely in the first `offset` bytes, and how many bytes of the next one do."""
+    """How many tensors lie completely in the first `offset` bytes, and how many bytes of the next one do."""
     for number, tensor in enumerate(tensors):
         if tensor.nbytes > offset:
             return number, offset
@@ -113,14 +107,13 @@ def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:
 
 
 def resume_at(tensors: Sequence[StateTensor], offset: int) -> Resume:
-    """Returns the request of a reader that has the first `offset` bytes of these tensors."""
     whole, inside = covered(tensors, offset)
     described = [[*tensor.described, tensor.digest] for tensor in tensors[: whole + (inside > 0)]]
     return Resume(offset, hashlib.sha256(pack_value(described)).digest())
 
 
 def can_skip(tensors: Sequence[StateTensor], resume: Resume | None) -> int:
-    """Returns how many of the first bytes can be skipped for a reader with this request."""
+    """How many of the first bytes can be skipped for a reader with this request."""
     if resume is None or not 0 < resume.offset <= nbytes_of(tensors):
         return 0
     return resume.offset if resume.fingerprint == resume_at(tensors, resume.offset).fingerprint else 0
@@ -195,11 +188,9 @@ class Snapshot:
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         named = zip(self.state.tensors.items(), self.digests, strict=True)
-        return tuple(announced(name, tensor, digest) for (name, tensor), digest in named)
-
-
-def announced(name: str, tensor: torch.Tensor, digest: bytes) -> StateTensor:
-    return StateTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
+        return tuple(
+            StateTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest) for (name, tensor), digest in named
+        )
 
 
 def seal(state: State) -> Snapshot:
@@ -231,7 +222,6 @@ MAX_JOINED = 512
 
 
 def _wires(tensors: Iterable[tuple[StateTensor, torch.Tensor]], skipped: int, *, joins: bool) -> Iterator[WireTensor]:
-    """The messages of tensors, of the first one without its first bytes."""
     joined: list[memoryview] = []
     nbytes = 0
     for info, tensor in tensors:

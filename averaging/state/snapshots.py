@@ -65,8 +65,6 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A state, and the copies of its tensors while they come from a device."""
-
     state: State
     arriving: HostCopies | None
 
@@ -75,12 +73,8 @@ class Snapshots:
     """The last committed state of one peer.
 
     A commit copies nothing. The first download makes the copy, or the next write of the application to the tensors. So
-    a peer that only averages holds no second set of its tensors.
-
-    Args:
-        tensors: the averaged tensors.
-        extras: callback under the tensors' lock; returns the application's additions to the state.
-        shared: whether other peers may download the state. If not, nothing is ever copied.
+    a peer that only averages holds no second set of its tensors, and one whose state is not `shared` never copies.
+    `extras` is called under the tensors' lock for the application's additions to the state.
     """
 
     def __init__(self, tensors: SharedTensors, extras: Callable[[], ExtraState] | None, *, shared: bool) -> None:
@@ -99,10 +93,7 @@ class Snapshots:
     def commit(self, version: int) -> None:
         """Commits the present values of the tensors under `version`, or the last version if that is greater.
 
-        The caller holds the tensors' lock.
-
-        Raises:
-            StateError: the extras cannot be shared.
+        The caller holds the tensors' lock. Raises a StateError if the extras cannot be shared.
         """
         if self.shared:
             extras = self._extras()

@@ -285,7 +285,8 @@ class RunEnd:
         others = training.announcements.of_others().keys() | self._partners
         if self._strategy.stage is not Stage.COMPARED:
             others -= self._digests.keys()
-        gone = training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.mark_gone(others)))
+        progress = training.peer.progress
+        gone = training.site.broadcast_from_leader(lambda: training.thread.run(progress.gone_of(others)))
         self._gone.update(gone)
         training.announcements.refresh()
 

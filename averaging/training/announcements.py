@@ -141,8 +141,10 @@ class Announcements:
         """Seconds to add to this peer's clock for the clock of the run; at the leader of a site."""
         if (now := time.monotonic()) - self._corrected_at > CORRECTION_SECONDS:
             self._corrected_at = now
-            peer = self._peer
-            self._correction = self._queries.recent(self._thread, "clock", lambda: peer.clock_correction, wait=False)
+            discovery = self._peer.discovery
+            self._correction = self._queries.recent(
+                self._thread, "clock", lambda: discovery.diagnose().clock_correction, wait=False
+            )
         return self._correction
 
     def group_began(self, topic: Topic, phase: str) -> float | None:
@@ -216,7 +218,7 @@ class DataRecords:
                 self._note(records)
 
     async def _notice_gone(self) -> None:
-        async with aclosing(self._peer.mark_gone_data(lambda: self.holders)) as gone:
+        async with aclosing(self._peer.data.mark_missing(lambda: self.holders)) as gone:
             async for name in gone:
                 data_logger.info("%s refuses connections, so its samples are dealt again", name)
                 self._note(self._peer.data.announcements)

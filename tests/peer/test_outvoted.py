@@ -31,11 +31,12 @@ STRANGER = ("198.51.100.9:1", "198.51.100.9:2", "198.51.100.9:3")  # several rec
 def test_the_minority_of_hosts_is_wrong(
     differing: tuple[str, ...], alike: tuple[str, ...], given: tuple[str, ...], outvoted: bool
 ) -> None:
-    assert RunProgress("run", OWN, Mock(), lambda: 0.0, given).is_outvoted(differing, alike) is outvoted
+    progress = RunProgress("run.progress", OWN, Mock(), Mock(), lambda: 0.0, given)
+    assert progress.is_outvoted(differing, alike) is outvoted
 
 
 def test_peers_of_one_machine_believe_the_peer_that_they_join() -> None:
     first, second, third, own = (f"127.0.0.1:{number}" for number in range(1, 5))
-    progress = RunProgress("run", own, Mock(), lambda: 0.0, [first])
+    progress = RunProgress("run.progress", own, Mock(), Mock(), lambda: 0.0, [first])
     assert progress.is_outvoted([first, second], [])
     assert not progress.is_outvoted([second, third], [first])
