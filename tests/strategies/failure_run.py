@@ -149,7 +149,7 @@ class Trace:
         group, receipt = change.receipt.group_id, change.receipt
         known = {}
         for name in receipt.members:
-            samples = receipt.gathered[name]["samples"]
+            samples = (receipt.gathered[name] or {}).get("samples", 0)
             contribution = self.offered.get((name, change.before, samples))
             if contribution is None:
                 raise LedgerError(f"{name} has put {samples} samples into {change.after} that it had not gathered")

@@ -23,22 +23,6 @@ from tests.support.selection import rest_is_long
 from tests.support.training_run import Noise, Run, Site, agree
 
 
-class Receipts(list[Receipt]):
-    """The receipts of a site, of which it removes those that its end has made.
-
-    Attributes:
-        every: all of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.every: list[Receipt] = []
-
-    def append(self, receipt: Receipt) -> None:
-        super().append(receipt)
-        self.every.append(receipt)
-
-
 @dataclass
 class Trainers:
     """Peers that train with one strategy, and what they have done.
@@ -75,7 +59,6 @@ class Trainers:
                 step_seconds=self.step_seconds[number],
                 strategy=self.strategy,
                 tamper=partial(self._before_step, number),
-                receipts=Receipts(),
                 learner=lambda rng: Noise(rng, {}, self.tensors),
                 options=self.options.get(number, {}),
             )
@@ -111,9 +94,7 @@ class Trainers:
     @property
     def receipts(self) -> dict[bytes, Receipt]:
         """One receipt of each round that has averaged, those at the end included."""
-        every = [
-            receipt for site in self.sites if isinstance(site.receipts, Receipts) for receipt in site.receipts.every
-        ]
+        every = (receipt for site in self.sites for receipt in (*site.receipts, *site.last_receipts))
         return {receipt.group_id: receipt for receipt in every if receipt.averaged}
 
     @property
@@ -121,7 +102,7 @@ class Trainers:
         """The local steps of each peer in all averages."""
         steps: Counter[str] = Counter()
         for receipt in self.receipts.values():
-            steps.update({name: user["steps"] for name, user in receipt.gathered.items()})
+            steps.update({name: user.get("steps", 0) for name, user in receipt.gathered.items()})
         return steps
 
     def ages(self, name: str) -> list[int]:

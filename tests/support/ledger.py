@@ -201,7 +201,7 @@ class Ledger:
     def _weigh(self, where: str, peer: str, gathered: float, averaged: Iterable[Receipt]) -> None:
         for receipt in averaged:
             user = receipt.gathered.get(peer)
-            said = user.get("samples") if isinstance(user, Mapping) else None
+            said = user.get("samples", 0.0) if isinstance(user, Mapping) else 0.0
             if said != gathered:
                 raise LedgerError(f"{where} put {said} samples into its round, of {gathered:g} that it had gathered")
 

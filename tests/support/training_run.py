@@ -81,6 +81,7 @@ class Site:
     steps: float = float("inf")  # local steps at which it ends its training, if the run has not ended before
     error: Exception | None = None  # that has ended the training
     receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
+    last_receipts: list[Receipt] = field(default_factory=list)  # of its end
     finish: Finish | None = None
     finished: float = 0.0  # seconds from the start of the simulation until `finish` had returned
     parameters: list[float] = field(default_factory=list)
@@ -131,6 +132,7 @@ class Run:
         trained = len(site.receipts)
         site.finish = opt.finish(timeout=30.0)
         site.finished = now()
+        site.last_receipts = site.receipts[trained:]
         del site.receipts[trained:]
         parameters = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
         site.parameters = torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
