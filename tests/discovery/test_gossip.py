@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import AsyncGenerator
 
 import pytest
 
+from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.record import Ed25519Identity, UnsignedIdentity
-from averaging.protocol.messages import Record
+from averaging.protocol.messages import Digest, ExchangeReply, Record
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, GossipSwarm, everywhere, in_an_hour, joined, now, until
 from tests.support.selection import rest_is_long
@@ -65,6 +67,25 @@ async def test_records_of_one_tick_travel_in_one_message() -> None:
             await peers[3].store(KEY, f"a:{number + 1}", b"", in_an_hour())
         await until(everywhere(peers, KEY, {f"a:{number + 1}" for number in range(20)}), within=1)
         assert swarm.network.calls["push"] - before == 15
+
+
+@in_virtual_time
+async def test_peers_that_hold_the_same_compare_a_hash_and_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete: list[bool] = []
+    exchange = GossipDiscovery.exchange
+
+    def noted(peer: GossipDiscovery, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        complete.append(digest.complete)
+        return exchange(peer, digest)
+
+    monkeypatch.setattr(GossipDiscovery, "exchange", noted)
+    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=0.1)) as swarm:
+        await swarm.grow(3)
+        await asyncio.sleep(1.0)
+        complete.clear()
+        await asyncio.sleep(1.0)
+    assert complete
+    assert not any(complete)
 
 
 @in_virtual_time
