@@ -50,6 +50,11 @@ def test_all_members_hold_the_average(count: int, density: float, bits: int, mea
     for result in simulation.results.values():
         assert result.dropped == ()
         assert result.kept_local == 0
+    sent = sum(result.part_bytes_sent for result in simulation.results.values())
+    assert sent == sum(result.part_bytes_received for result in simulation.results.values())
+    # A position and a value of so many bits for each element that is sent; the tables and the bias come on top.
+    kept = sum(spec.numel // 4096 * simulation.top_k.kept(4096) for spec in simulation.schema.tensors)
+    assert sent >= (count - 1) * kept * (12 + bits) / 8
     check(simulation)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from averaging.protocol.group import Group, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.foreign.driver import (
+    DEADLINE,
     RUN,
     Foreign,
     ForeignPeer,
@@ -286,3 +288,19 @@ async def test_the_group_bits_after_a_round(foreign: Foreign) -> None:
             "next_bits", bits="01101", group_id=group["group_id"], group_size=3, place=place, target=3
         )
         assert us.key == f"{RUN}.0b{bits}"
+
+
+async def test_who_averages_the_same_tensors_without_top_k_is_refused_by_the_schema(foreign: Foreign) -> None:
+    follower, other = await foreign.peer(), await foreign.peer()
+    async with our_peer([torch.ones(8)], group_size=3) as us:
+        changes = {"w": torch.ones(128, 256), "b": torch.ones(100)}
+        topic = us.peer.topic("changes", changes, adopt="whole", compression="top_k", decay=1.0)
+        dense = tuple(replace(spec, compression=CompressionType.NONE) for spec in topic.schema.tensors)
+        others = [replace(topic.schema, sparse=None), replace(topic.schema, sparse=None, tensors=dense)]
+        async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
+            averaging = tasks.create_task(us.peer.average(topic))
+            while (verdict := await us.asks_to_join(follower, schema_hash=topic.schema.hash)) != "ACCEPTED":
+                assert verdict in ("NOT_LOOKING_FOR_GROUP", "NOT_DECLARED")
+            for schema in others:
+                assert await us.asks_to_join(other, schema_hash=schema.hash) == "BAD_SCHEMA_HASH"
+            averaging.cancel()
