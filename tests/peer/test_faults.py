@@ -125,7 +125,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, la
         wait_until_given_back(processes, before)
 
 
-@pytest.mark.parametrize("lane", rest_is_long(LANES))
+@pytest.mark.parametrize("lane", rest_is_long(LANES, 0))  # every day in virtual time
 def test_no_member_is_dropped_over_a_slow_link(workers: Workers, lane: str) -> None:
     with proxies(lane, rate=1e6) as (_, behind):
         common = OPTIONS | using(lane)

@@ -11,27 +11,6 @@ import pytest
 from tests.support.processes import JsonProcess, Workers, average
 from tests.support.selection import rest_is_long
 
-
-def quit_in_order(*processes: JsonProcess) -> None:
-    for process in processes:
-        process.send("quit")
-    for process in processes:
-        assert process.wait() == 0, process.stderr
-
-
-@pytest.mark.parametrize("count", rest_is_long([4, 2, 8]))
-def test_peers_in_processes_average(workers: Workers, count: int) -> None:
-    processes = workers.start(*({"value": n, "group_size": count} for n in range(count)))
-    receipts = average(*processes)
-    for receipt in receipts:
-        assert receipt["outcome"] == "averaged"
-        assert sorted(receipt["members"]) == sorted(workers.endpoints)
-        assert receipt["dropped"] == []
-        assert receipt["values"] == [pytest.approx((count - 1) / 2, abs=1e-3)]
-    assert len({receipt["digest"] for receipt in receipts}) == 1
-    quit_in_order(*processes)
-
-
 STEPS = [("sending", 1), ("reducing", 3), ("sending", 0), ("sending", 5), ("reducing", 0), ("reducing", 12)]
 
 

@@ -69,13 +69,9 @@ async def test_the_endpoint_has_the_port_that_was_taken(listen: str, advertise: 
     ("listen", "advertise", "join", "words"),
     [
         ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is elsewhere"),
-        ("here.example.org:0", None, ["192.0.2.7:4222"], "here.example.org is 127.0.0.1 here, where only peers on"),
         ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on this machine can"),
         ("127.0.0.1:0", None, [], None),
-        ("127.0.0.1:0", None, ["192.0.2.7:4222", "[::1]:4222"], None),
         ("127.0.0.1:0", None, ["here.example.org:4222"], None),
-        ("localhost:0", None, ["localhost:4222"], None),
-        ("127.0.0.1:0", "192.0.2.8:4222", ["192.0.2.7:4222"], None),
         ("0.0.0.0:0", "here.example.org:0", ["192.0.2.7:4222"], None),
     ],
 )
