@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.foreign.driver import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
-from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, SHAPE, Group, averages, group_with, values
+from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, Group, averages, group_with, values
 from tests.support.selection import rest_is_long
 
 pytestmark = [
@@ -236,29 +236,6 @@ async def test_a_reducer_that_dies(foreign: Foreign) -> None:
         wanted = group.ours.clone()
         wanted[group.own_parts] = group.of_all[group.own_parts]
         assert torch.equal(await group.ends(without=True, kept_local=PARTS // 2 * ELEMENTS), wanted)
-
-
-async def test_two_members_of_which_one_cannot_reduce(foreign: Foreign) -> None:
-    """Our peer adopts the averages that it has sent to the other member."""
-    bad = await foreign.peer()
-    ours, theirs = values(1), values(2)
-    async with our_peer([ours.clone()], part_size_bytes=PART) as us, us.averaging() as receipt:
-        await bad.answer_parts(replies=[reply(code="INTERNAL_ERROR")])
-        assert await us.asks_to_join(bad, gather()) == "ACCEPTED"
-        group = await us.begins(bad)
-        messages = await bad.messages(reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([theirs]))
-        replies = await bad.send(reducer=us.endpoint, messages=messages)
-        result = await receipt
-        half = SHAPE[0] // 2
-        own = slice(0, half) if group["ordered_group_endpoints"][0] == us.endpoint else slice(half, SHAPE[0])
-        wanted = ours.clone()
-        wanted[own] = (ours[own] + theirs[own]) / 2
-        assert torch.equal(torch.cat([averages(r) for r in replies]), wanted[own])
-        with us.peer.tensors() as (tensor,):
-            assert torch.equal(tensor, wanted)
-    assert result.averaged, result.reason
-    assert result.kept_local == half
-    assert [dropped.endpoint for dropped in result.dropped] == [bad.endpoint]
 
 
 async def test_our_peer_gives_up(foreign: Foreign) -> None:

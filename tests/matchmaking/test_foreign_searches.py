@@ -72,14 +72,6 @@ async def test_other_tensors_and_an_expiration_before_ours(foreign: Foreign) -> 
         assert await us.asks_to_join(follower, expiration=us.peer.status.declared_expiration) == "ACCEPTED"
 
 
-async def test_an_endpoint_that_is_there_already(foreign: Foreign) -> None:
-    first, second = await foreign.peer(), await foreign.peer()
-    async with our_peer(group_size=3) as us, us.averaging():
-        assert await us.asks_to_join(first, endpoint=us.endpoint) == "DUPLICATE_ENDPOINT"
-        assert await us.asks_to_join(first) == "ACCEPTED"
-        assert await us.asks_to_join(second, endpoint=first.endpoint) == "DUPLICATE_ENDPOINT"
-
-
 async def test_a_follower_that_leaves_makes_room(foreign: Foreign) -> None:
     first, second = await foreign.peer(), await foreign.peer()
     async with our_peer(group_size=3) as us, us.averaging() as receipt:
@@ -268,20 +260,6 @@ async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str
             await leader.next_request()
             assert await stranger.pending_requests() == 0
             await leads(us, receipt, leader)
-
-
-async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreign) -> None:
-    leader, other = await foreign.peer(), await foreign.peer()
-    async with our_peer() as us:
-        await us.declare(leader.endpoint)
-        await us.name(other.endpoint)
-        async with us.averaging() as receipt:
-            await leader.next_request()
-            await leader.answer(follower=us.endpoint, code="ACCEPTED")
-            group = begun(us, leader)
-            await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", suggested_leader=other.endpoint, **group)
-            await ends_together(us, receipt, group, leader)
-        assert await other.pending_requests() == 0
 
 
 BROKEN_GROUPS: dict[str, dict[str, Any]] = {

@@ -55,11 +55,6 @@ class Calls:
         return taken
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 class Run:
     """Peers that average in groups of `group_size`."""
 
@@ -104,7 +99,10 @@ def leader(receipts: Sequence[Receipt]) -> str:
 
 
 @in_virtual_time
-async def test_a_group_forms_again_with_one_request_of_each_follower_and_no_record(calls: Calls) -> None:
+async def test_a_group_forms_again_with_one_request_of_each_follower_and_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = Calls(monkeypatch)
     async with Run(1, latency=(0.001, 0.005)) as run:
         first = await run.round()
         assert calls.take()[0] == 4  # one record of each search
