@@ -1,7 +1,8 @@
-"""When members began to look for a group, as one peer observes it, and which late arrival is reported."""
+"""When members began to look for a group, which late arrival is reported, and peers that nobody can reach."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from averaging.matchmaking.memory import (
 from averaging.receipts.explanation import explain
 from averaging.receipts.receipt import LateArrival, Receipt
 from tests.support.selection import rest_is_long
-from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site
+from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site, agree
 
 OWN, A, B, LATE, CLIENT = "own:1", "a:1", "b:1", "late:1", "client::1"
 ALL = (OWN, A, B, LATE)
@@ -194,3 +195,20 @@ def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
     assert len(told) > 20
     assert not [receipt for receipt in told if receipt.last_to_arrive is not None]
     assert "last to arrive: no peer regularly" in list(explain(told, summary_only=True))
+
+
+SEEDS = ["192.0.2.1:1", "192.0.2.2:1"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_peer_with_a_loopback_address_delays_nobody(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    sites = [Site(SEEDS[0], [], 0.0), Site(SEEDS[1], SEEDS[:1], 0.5), Site("127.0.0.1:5", SEEDS[:1], 1.0)]
+    run = Run(1, strategy, sites, until=20.0, group_wait=5.0)
+    for site in run.simulate():
+        others = set(SEEDS) - {site.name} if site is sites[2] else {"127.0.0.1:5"}
+        assert others <= {name for name in (*SEEDS, "127.0.0.1:5") if f"averages with no peer at {name}" in caplog.text}
+        late = [receipt for receipt in site.receipts[2:] if receipt.seconds > 2.0]
+        assert late == []
+    assert agree(sites[:2])
+    assert all(len(receipt.members) == 2 for site in sites[:2] for receipt in site.receipts[2:])

@@ -12,12 +12,18 @@ import grpc
 import pytest
 import torch
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 
 from averaging import Peer
-from averaging.errors import CallRefusedError, PeerUnreachableError
+from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, Record
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
+from averaging.transport.grpc.authentication import (
+    check_claim,
+    is_token,
+)
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -311,3 +317,23 @@ async def test_channelz_answers_in_its_own_words() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.GetServer(channelz_pb2.GetServerRequest(server_id=1 << 40))
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+TOKENS = ("new-token-0123456789", "old-token-0123456789")
+
+
+@given(st.text() | st.binary())
+def test_whatever_else_is_sent_is_no_token(value: str | bytes) -> None:
+    assert not is_token(value, TOKENS)
+    assert not is_token(value, ())
+
+
+@pytest.mark.parametrize("endpoint", ["a.example.org:1", "192.0.2.7:65535", "client::x", "", "no endpoint"])
+def test_names_that_may_be_used(endpoint: str) -> None:
+    check_claim(endpoint, ["a.example.org", "192.0.2.7"])
+
+
+@pytest.mark.parametrize(("endpoint", "hosts"), [("b.example.org:1", ["a.example.org"]), ("192.0.2.7:1", [])])
+def test_names_that_are_others(endpoint: str, hosts: list[str]) -> None:
+    with pytest.raises(ProtocolViolationError, match="its certificate is for (a.example.org|no host)"):
+        check_claim(endpoint, hosts)
