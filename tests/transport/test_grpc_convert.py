@@ -171,23 +171,6 @@ def test_the_codes_are_those_of_the_protos() -> None:
     assert dict(runtime_pb2.CompressionType.items()) == {code.name: code.value for code in CompressionType}
 
 
-@pytest.mark.parametrize(
-    ("raw", "words"),
-    [
-        (averaging_pb2.AveragingData(code=99).SerializeToString(), "unknown message code 99"),  # type: ignore[arg-type]
-        (
-            averaging_pb2.AveragingData(tensor_part=runtime_pb2.Tensor(chunks=-1)).SerializeToString(),
-            "a tensor in -1 chunks",
-        ),
-        (b"\x00", "1 bytes that are not a AveragingData"),
-        (b"\x1a\x01\xff", "not a AveragingData"),  # an endpoint that is not UTF-8
-    ],
-)
-def test_impossible_averaging_data(raw: bytes, words: str) -> None:
-    with pytest.raises(ProtocolViolationError, match=words):
-        methods.AGGREGATE_PART.read_request(raw)
-
-
 def test_a_rumour_needs_a_record() -> None:
     with pytest.raises(ProtocolViolationError, match="without a record"):
         methods.PUSH.read_request(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())

@@ -20,12 +20,10 @@ from averaging.errors import (
     RefusalCause,
 )
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
-from averaging.transport.grpc import methods
 from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
     REQUEST,
-    FakeGossip,
     FakePeer,
     client,
     endless,
@@ -242,16 +240,6 @@ async def test_what_the_senders_messages_raise_is_raised_at_the_caller() -> None
         with pytest.raises(KeyError, match="the sender's own"):
             await read_all(caller.aggregate_part(endpoint, breaks()))
         await asyncio.wait_for(service.closed.wait(), 5)
-
-
-@pytest.mark.asyncio
-async def test_a_malformed_request_is_refused() -> None:
-    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
-        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.JOIN_GROUP.path)
-        call = start(b"\xff\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call.read()
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.asyncio
