@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from itertools import takewhile
 
@@ -25,26 +24,20 @@ class MemoryEtcd:
     Args:
         latency: bounds of the seconds that a message takes in each direction.
         rng: source of the latencies.
-        history: changes that it remembers for watches.
 
     Attributes:
         down: whether it answers nobody, and tells nobody of changes.
-        calls: number of calls by method.
     """
 
-    def __init__(
-        self, latency: tuple[float, float] = (0.0, 0.0), rng: random.Random | None = None, history: int = 100_000
-    ) -> None:
+    def __init__(self, latency: tuple[float, float] = (0.0, 0.0), rng: random.Random | None = None) -> None:
         self.latency, self.rng = latency, rng or random.Random(0)
         self.down = False
-        self.calls: dict[str, int] = {}
         self.revision, self.compacted = 1, 0
         self._values: dict[bytes, StoredValue] = {}
         self._sorted: list[bytes] = []
         self._lease_of: dict[bytes, int] = {}
         self._leases: dict[int, tuple[float, asyncio.TimerHandle, set[bytes]]] = {}  # seconds, end, keys
-        self._history: deque[Change] = deque()
-        self._most_history = history
+        self._history: list[Change] = []
         self._watches: dict[bytes, dict[asyncio.Queue[Change | None], None]] = {}
         self._lengths: dict[int, int] = {}  # of the watched prefixes, and how many have it
 
@@ -143,8 +136,6 @@ class MemoryEtcd:
     def _tell(self, changes: list[Change]) -> None:
         for change in changes:
             self._history.append(change)
-            if len(self._history) > self._most_history:
-                self.compacted = self._history.popleft()[0]
             key = change[1] if isinstance(change[1], bytes) else change[1].key
             for length in self._lengths:
                 for queue in self._watches.get(key[:length], ()):
@@ -187,36 +178,36 @@ class MemoryEtcdClient:
         self.cut = False
 
     async def grant(self, seconds: float) -> int:
-        await self._way("grant")
+        await self._way()
         lease = self.etcd.grant(seconds)
         await self._way()
         return lease
 
     async def keep_alive(self, lease: int) -> bool:
-        await self._way("keep_alive")
+        await self._way()
         alive = self.etcd.keep_alive(lease)
         await self._way()
         return alive
 
     async def revoke(self, lease: int) -> None:
-        await self._way("revoke")
+        await self._way()
         self.etcd.revoke(lease)
         await self._way()
 
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
-        await self._way("change")
+        await self._way()
         revision = self.etcd.change(changes, lease)
         await self._way()
         return revision
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
-        await self._way("list_values")
+        await self._way()
         values = self.etcd.list_values(prefix, limit, start)
         await self._way()
         return values
 
     async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
-        await self._way("watch")
+        await self._way()
         etcd = self.etcd
         queue = etcd.open_watch(prefix, after)
         try:
@@ -236,9 +227,7 @@ class MemoryEtcdClient:
     async def close(self) -> None:
         """The model has no connections."""
 
-    async def _way(self, method: str = "") -> None:
-        if method:
-            self.etcd.calls[method] = self.etcd.calls.get(method, 0) + 1
+    async def _way(self) -> None:
         if self.etcd.latency[1]:
             await asyncio.sleep(self.etcd.rng.uniform(*self.etcd.latency))
         if self.cut or self.etcd.down:
