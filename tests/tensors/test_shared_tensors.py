@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from averaging.allreduce.part_forms import Part, Slice, forms_of
 from averaging.errors import RoundError
-from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 
 
@@ -88,36 +84,3 @@ def test_writes_to_different_pieces_of_tied_tensors_are_all_kept() -> None:
     tensor = torch.arange(4.0)
     SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
     assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def collections(action: Callable[[], object]) -> int:
-    """How often the garbage collector looks for young objects while `action` runs."""
-    begun = 0
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        nonlocal begun
-        begun += phase == "start"
-
-    gc.collect()
-    gc.callbacks.append(note)
-    try:
-        action()
-    finally:
-        gc.callbacks.remove(note)
-    return begun
-
-
-def test_the_collector_does_not_run_because_there_are_many_small_tensors() -> None:
-    """It walks all objects of the process if it runs often."""
-    tensors = SharedTensors([torch.zeros(3) for _ in range(5_000)])
-    part, values = Part(tuple(Slice(number, 0, 3) for number in range(5_000))), torch.arange(15_000.0)
-    form = forms_of(describe(tensors.names[:1], tensors.tensors[:1], part_size_bytes=1 << 20))[0]
-    changes = ((piece.tensor, piece.start, elements) for piece, elements in part.divide(values))
-    assert collections(lambda: tensors.write(changes)) <= 2
-    assert torch.equal(torch.cat(tensors.tensors), values)
-    assert collections(tensors.check_finite) <= 2
-    flat = tensors.flat()
-    assert collections(lambda: form.own(flat, part)) <= 2
-    own = form.own(flat, part)
-    assert isinstance(own, torch.Tensor)
-    assert torch.equal(own, values)
