@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +29,32 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 PATIENCE = 20.0
 HANDSHAKE, ALERT = 22, 21
+TLS_1_1, TLS_1_2 = 0x0302, 0x0303
 
 PROTOCOL_VERSION_ALERT = bytes([ALERT, 3, 1, 0, 2, 2, 70])
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def client_hello(version: int) -> bytes:
+    """A whole first message of a caller that speaks no later version."""
+    suites = b"\xc0\x2b\xc0\x2c\xc0\x09\xc0\x0a\xc0\x13\xc0\x14\x00\x2f\x00\x35"
+    curves, formats, signatures = "000a00040002 0017", "000b00020100", "000d000600040403 0804"
+    extensions = bytes.fromhex(curves + formats + signatures + "0010000500030268 32")  # the last for HTTP/2
+    body = version.to_bytes(2, "big") + bytes(32) + b"\x00" + len(suites).to_bytes(2, "big") + suites + b"\x01\x00"
+    body += len(extensions).to_bytes(2, "big") + extensions
+    message = b"\x01" + len(body).to_bytes(3, "big") + body
+    return bytes([HANDSHAKE, 3, 1]) + len(message).to_bytes(2, "big") + message
+
+
+@pytest.mark.parametrize(("version", "taken"), [(TLS_1_1, False), (TLS_1_2, True)])
+async def test_a_caller_that_speaks_an_old_version_is_turned_away(version: int, taken: bool) -> None:
+    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, endpoint), asyncio.timeout(PATIENCE):
+        host, _, port = endpoint.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with closing(writer):
+            writer.write(client_hello(version))
+            answer = await reader.read(1)
+    assert (answer == bytes([HANDSHAKE])) is taken
 
 
 @pytest.mark.parametrize("answer", [PROTOCOL_VERSION_ALERT, HTTP2_SETTINGS], ids=["alert", "plaintext"])
