@@ -255,3 +255,88 @@ async def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: Avera
     results = await rounds.one(prepare, may_fail={VICTIM})
     for name in ("peer:1", "peer:2", "peer:3"):
         assert {lost.endpoint for lost in results[name].dropped} == {VICTIM}
+
+
+@in_virtual_time
+async def test_no_member_is_dropped_over_narrow_links() -> None:
+    """A part takes nearly its whole deadline, and the answer to a ping, which queues behind it, nearly as long."""
+    everybody = members(client=False)
+    deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+    for number in range(USUAL):
+        simulation = Simulation(number, everybody, [(64,)], deadlines=deadlines)
+        for name, transport in simulation.transports.items():
+            simulation.slow_down(name, 0.9 * UPPER)
+            transport.get_schema = slowly(transport.get_schema, 0.6 * UPPER)  # type: ignore[method-assign,assignment]
+        await simulation.run()
+        assert not simulation.failures
+        assert all(not result.dropped for result in simulation.results.values())
+
+
+@in_virtual_time
+async def test_small_rounds_in_between_drop_no_member_from_large_ones() -> None:
+    """A large round may take many times as long for each part. Nothing is known about it at first."""
+    everybody = members(client=False)
+    deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+    for number in range(12):
+        large = number > USUAL and number % 3 == 0
+        simulation = Simulation(number, everybody, [(256 if large else 16,)], deadlines=deadlines)
+        for name in simulation.transports:
+            simulation.slow_down(name, 3 * LOWER if large else LOWER / 10)
+        await simulation.run()
+        assert all(not result.dropped for result in simulation.results.values())
+
+
+@in_virtual_time
+async def test_a_reducer_of_a_small_shard_may_send_its_first_part_much_later_over_a_slow_link() -> None:
+    everybody = [*(Member(name, bandwidth=100.0) for name in ("a:1", "b:1")), Member("slow:1", bandwidth=70.0)]
+    deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+    for number in range(USUAL):
+        simulation = Simulation(number, everybody, [(32,), (1,)], deadlines=deadlines)
+        simulation.slow_down("slow:1", 0.4 * UPPER)
+        await simulation.run()
+        assert [account.share for account in simulation.results["a:1"].accounts][2] == pytest.approx(1 / 33)
+        assert not simulation.failures
+        assert all(not result.dropped for result in simulation.results.values())
+
+
+@in_virtual_time
+async def test_a_live_reducer_that_never_replies_is_dropped_after_two_stall_timeouts() -> None:
+    """However long it takes to answer a ping."""
+
+    async def never(
+        first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        await asyncio.Event().wait()
+        yield AveragingData()
+
+    def prepare(simulation: Simulation) -> None:
+        simulation.rounds[VICTIM].aggregate_part = never  # type: ignore[method-assign]
+        for transport in simulation.transports.values():
+            transport.get_schema = slowly(transport.get_schema, 0.9)  # type: ignore[method-assign,assignment]
+
+    rounds = Rounds(10)
+    rounds.members[-1] = Member(VICTIM, mode=Mode.AUXILIARY)
+    rounds.deadlines = {member.endpoint: Deadlines(LOWER, 3.0) for member in rounds.members}
+    results = await rounds.one(prepare, may_fail={VICTIM})
+    for name in ("peer:1", "peer:2", "peer:3"):
+        (lost,) = results[name].dropped
+        assert "deadline 6.0 s = 2 × stall_timeout" in lost.reason
+        assert lost.waited == pytest.approx(6.0, abs=LOWER)
+
+
+@in_virtual_time
+async def test_an_isolated_member_waits_twice_as_long() -> None:
+    """A member's own link is down briefly: the others may drop it, but it drops no other for silence."""
+    rounds = Rounds(4)
+    await rounds.usual()
+
+    def prepare(simulation: Simulation) -> object:
+        async def hiccup(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+            simulation.network.freeze(VICTIM)
+            await asyncio.sleep(1.5 * LOWER)
+            simulation.network.thaw(VICTIM)
+
+        return hiccup
+
+    results = await rounds.one(prepare)
+    assert all(lost.code is not DropCode.SILENT for lost in results[VICTIM].dropped), results[VICTIM].dropped
