@@ -32,6 +32,7 @@ from averaging.protocol.group import (
     Mode,
     ReplyForm,
     next_group_bits,
+    parse_aggregation,
 )
 from averaging.protocol.messages import CompressionType, Record, TopK
 from averaging.protocol.statement import MAX_STATED_GRACE
@@ -99,6 +100,14 @@ def test_the_hash_of_the_page_for_a_schema_with_top_k() -> None:
     tensors = (TensorSpec("", "float32", (64, 128), CompressionType.TOP_K), TensorSpec("", "float32", ()))
     schema = Schema(tensors, 1 << 20, topic="changes", sparse=TopK(1 / 64, 2))
     assert schema.hash.hex() == SCHEMAS[-1][1]
+
+
+def test_the_rules_of_the_page_in_a_schema_s_text() -> None:
+    texts = re.findall(r"`(median|(?:trimmed|clip):[0-9][^`]*)`", PAGE)
+    assert len(texts) >= 7
+    assert [str(parse_aggregation(rule)) for rule in texts] == texts
+    spellings = ("10.0", "1e-4", "0.00001", "10000000000000000")
+    assert {str(parse_aggregation(f"clip:{tau}")) for tau in spellings} < set(texts)
 
 
 def draw(words: random.Random, below: int) -> int:

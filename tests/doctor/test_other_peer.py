@@ -21,7 +21,7 @@ from averaging import Peer, PeerConfig
 from averaging.doctor import Severity, connections, other_peer
 from averaging.errors import PeerUnreachableError
 from averaging.peer import PeerContext
-from averaging.probe import ECHO, SOFTWARE
+from averaging.probe import ECHO, SOFTWARE, greeting_of
 from averaging.receipts import TrainingProgress
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.security.ca import issue, make_authority
@@ -150,6 +150,26 @@ async def test_a_closed_port_and_an_unknown_host() -> None:
     assert (closed.check, unknown.check) == ("tcp", "addresses")
     assert "connection refused" in closed.text
     assert "unknown host" in unknown.text
+
+
+async def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with an address at which nobody listens, and one at which the peer does."""
+    async with Peer(MODEL, run_id="run") as peer:
+        port = int(peer.endpoint.rpartition(":")[2])
+        real = socket.getaddrinfo
+
+        def both(host: Any, *rest: Any, **more: Any) -> Any:
+            if host == "two.localhost":
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("127.0.0.9", "127.0.0.1")]
+            return real(host, *rest, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        found = await examined(f"two.localhost:{port}")
+    assert about(found, "addresses")[0].text == "two.localhost is 127.0.0.9, 127.0.0.1"
+    [connected] = about(found, "tcp")
+    assert connected.severity is Severity.WARNING
+    assert "127.0.0.9: connection refused" in connected.text
+    assert "127.0.0.1: connected in" in connected.text
 
 
 async def test_a_schema_that_differs_is_named() -> None:
@@ -329,6 +349,16 @@ async def test_with_tls_a_caller_is_called_back_at_the_hosts_of_its_certificate_
         other = await examined(peer.endpoint, listen=free_address(), advertise=f"localhost:{free_port()}", **files)
     assert about(fits, "call-back")[0].severity is Severity.OK
     assert "its certificate is for 127.0.0.1" in about(other, "call-back")[0].text
+
+
+async def test_a_listener_on_all_addresses_is_reached_over_both_families() -> None:
+    nonce = bytes(16)
+    async with connections.listening(PeerConfig(run_id="run", listen="0.0.0.0:0", insecure=True), nonce) as port:
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, port)
+            assert await reader.read() == greeting_of(nonce)
+            writer.close()
+            await writer.wait_closed()
 
 
 async def test_the_strategies_are_compared() -> None:

@@ -89,6 +89,13 @@ def test_the_mean_is_weighted_and_scaled(mean_over: MeanOver) -> None:
     assert mean.values.tolist() == [float(np.float32(expected[index])) for index in sorted(expected)]
 
 
+def test_zeros_are_sent_and_counted() -> None:
+    sent = SparsePart(8, torch.tensor([1, 5]), torch.tensor([0.0, 2.0]))
+    other = SparsePart(8, torch.tensor([5]), torch.tensor([-2.0]))
+    mean = combine([Contribution(sent, b""), Contribution(other, b"", scale=0.0)], MeanOver.SENDERS)
+    assert (mean.indices.tolist(), mean.values.tolist()) == ([1, 5], [0.0, 1.0])
+
+
 def test_huge_values_stay_finite() -> None:
     most = torch.finfo(torch.float32).max
     part = SparsePart(8, torch.tensor([1, 5]), torch.tensor([most, -most]))
