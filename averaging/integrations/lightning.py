@@ -65,11 +65,6 @@ class AveragingCallback(Callback):
         self._logged = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that the Trainer has one process.
-
-        Raises:
-            ConfigError: it has several.
-        """
         if stage == "fit" and trainer.world_size > 1:
             raise ConfigError(
                 f"Lightning trains with {trainer.world_size} processes, each of which would be a peer; give the "
@@ -77,11 +72,7 @@ class AveragingCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the averager among the Trainer's optimizers, before a checkpoint is loaded into it.
-
-        Raises:
-            ConfigError: there is not exactly one averager, or the Trainer cannot use it.
-        """
+        """Finds the averager among the Trainer's optimizers, before a checkpoint is loaded into it."""
         averagers = _averagers(trainer)
         if len(averagers) != 1:
             raise ConfigError(
@@ -106,7 +97,6 @@ class AveragingCallback(Callback):
         self._started.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts the samples or tokens of the next step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._samples = 0
         if callable(self._batch_size):
@@ -117,7 +107,6 @@ class AveragingCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs the status, and stops the training at the end of the run."""
         every = trainer.log_every_n_steps
         if every and trainer.global_step % every == 0 and trainer.global_step != self._logged:
             self._logged = trainer.global_step
@@ -126,15 +115,12 @@ class AveragingCallback(Callback):
         trainer.should_stop |= self._started.is_over(self._max_steps)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the training together with the other peers."""
         self._started.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Closes the averager."""
         _close(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Closes the averager."""
         if stage == "fit":
             _close(trainer)
 

@@ -26,12 +26,7 @@ logger = logging.getLogger("averaging.integrations")
 
 
 def missing(library: str, extra: str) -> ImportError:
-    """Returns the error to raise if `library` cannot be imported.
-
-    Args:
-        library: import name.
-        extra: extra of this package that installs it.
-    """
+    """The error to raise if `library` cannot be imported, which an `extra` of this package installs."""
     return ImportError(
         f"averaging.integrations needs {library}, which cannot be imported; "
         f"install it: python -m pip install 'averaging[{extra}]'"
@@ -39,7 +34,7 @@ def missing(library: str, extra: str) -> ImportError:
 
 
 def round_scalars(receipt: Receipt) -> dict[str, float]:
-    """Returns the numbers of one round: seconds, bytes, members, elements."""
+    """The numbers of one round: seconds, bytes, members, elements."""
     straggler = receipt.straggler
     return {
         "round/averaged": float(receipt.averaged),
@@ -55,11 +50,7 @@ def round_scalars(receipt: Receipt) -> dict[str, float]:
 
 
 def status_scalars(averager: DecentralizedAverager) -> dict[str, float]:
-    """Returns the progress of the averager and its run; `global_step` only if the strategy has global steps.
-
-    Raises:
-        ClosedError: the averager was closed.
-    """
+    """The progress of the averager and its run, unless it was closed (ClosedError)."""
     status = averager.status
     global_step = {} if status.global_step is None else {"averaging/global_step": status.global_step}
     return {
@@ -89,7 +80,6 @@ class RoundLogger(ABC):
         self._averager = averager
 
     def __call__(self, receipt: Receipt) -> None:
-        """Writes one round."""
         scalars = round_scalars(receipt)
         if self._averager is not None:
             try:
@@ -145,7 +135,6 @@ class TensorBoardRounds(RoundLogger):
         return f"TensorBoardRounds({self._writer.log_dir!r})"
 
     def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
-        """Writes the numbers, and the receipt as text."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, receipt.round)
         text = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
@@ -165,13 +154,7 @@ def _open_writer(folder: str | Path) -> SummaryWriter:
 class WandbRounds(RoundLogger):
     """Writes each round to a W&B run, under `round/…`, with the number of the round at this peer as the step.
 
-    ```python
-    rounds = WandbRounds(wandb.init(project="example"))
-    opt = DecentralizedAverager(
-        optimizer, model=model, run_id="example", strategy=LocalSGD(sync_every=50), on_round=rounds
-    )
-    rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
-    ```
+    It is used as `TensorBoardRounds`: `WandbRounds(wandb.init(project="example"))`.
 
     A round shares a step of W&B's own counter with your calls of `run.log`. It increments the counter only if another
     round is logged before your next call. So calls with `step=` lose no data if they count calls of `opt.step`.
@@ -196,7 +179,6 @@ class WandbRounds(RoundLogger):
         return f"WandbRounds({self._given!r})"
 
     def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
-        """Writes the numbers, the outcome and the straggler."""
         run = _current_run() if self._given is None else self._given
         if run is None:
             raise ConfigError("there is no current run; call wandb.init() before the first round")
@@ -228,20 +210,7 @@ def weighs_steps(averager: DecentralizedAverager) -> bool:
 
 
 class TrainerHooks:
-    """The tasks of one trainer for one averager.
-
-    Args:
-        averager: the trainer's optimizer.
-        wait_for: number of peers, including this one, for which the training waits at its start.
-        timeout: seconds to wait for them, and at the end for the other peers to finish.
-        global_steps: global steps after which the run ends; None if it ends after the trainer's number of local steps.
-
-    Attributes:
-        finished: whether the training of this peer has ended.
-
-    Raises:
-        ConfigError: an argument is invalid.
-    """
+    """The tasks of one trainer for one averager; the arguments are those of its callback."""
 
     def __init__(
         self, averager: DecentralizedAverager, *, wait_for: int, timeout: float, global_steps: int | None
@@ -266,15 +235,11 @@ class TrainerHooks:
         self.finished = False
 
     def check(self, model: torch.nn.Module, remedy: str) -> None:
-        """Checks that the averager has the parameters that the trainer trains.
-
-        Args:
-            model: the trainer's model.
-            remedy: what to do otherwise, for the error message.
+        """Checks that the averager has the parameters that the trainer's `model` trains.
 
         Raises:
             ConfigError: the model was moved or converted after the averager was created, the averager has parameters of
-                another model, or its training has ended.
+                another model, or its training has ended. The message has the `remedy`.
         """
         if self.finished:
             raise ConfigError(
@@ -289,11 +254,6 @@ class TrainerHooks:
             raise ConfigError(f"{error}. Here: {remedy}") from error
 
     def check_resumed(self) -> None:
-        """Checks that the trainer may resume from a checkpoint.
-
-        Raises:
-            ConfigError: the peer has joined a run in progress, and has its state.
-        """
         if self._is_newcomer:
             raise ConfigError(
                 "the trainer resumes from a checkpoint, but this peer has joined a run in progress and has its state; "
@@ -325,7 +285,7 @@ class TrainerHooks:
         logger.log(logging.INFO if finish.alike else logging.WARNING, "the training has ended: %s", finish)
 
     def scalars(self) -> dict[str, float]:
-        """Returns the averager's status for the trainer's logs; empty after the averager was closed."""
+        """The averager's status for the trainer's logs; empty after the averager was closed."""
         try:
             return status_scalars(self._averager)
         except AveragingError:

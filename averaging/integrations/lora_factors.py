@@ -2,10 +2,7 @@
 
 An all-reduce gives the mean of what the members send, and the mean of two factors says nothing about that of their
 products. So each member writes its factors to a slot of its own, and zeros elsewhere: the mean holds the factors of
-all members, side by side. With many members or small matrices the products themselves are fewer bytes, and travel
-instead. docs/design/decisions/training.md has the reasons and the numbers.
-
-Pure: tensors in, tensors out.
+all members, side by side. docs/design/decisions/training.md has the reasons and the numbers. Pure.
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ from averaging.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one adapted matrix."""
-
     out: int  # rows of B
     into: int  # columns of A
     rank: int  # columns of B and rows of A
@@ -29,9 +24,6 @@ class LayerShape:
     @property
     def factors(self) -> int:
         return self.rank * (self.out + self.into)
-
-    def sends_product(self, slots: int) -> bool:
-        return self.out * self.into + self.factors < slots * self.factors
 
 
 class FactorSlots:
@@ -41,16 +33,8 @@ class FactorSlots:
     member's share of all weights, by which its values are divided. A piece is a single part of the round, so a member
     that was dropped in the middle is either in a piece or not; only members that are in all pieces count.
 
-    Args:
-        size: number of elements that each member sends.
-        slots: number of members for which there is room.
-        part_elements: elements of float32 in a part of the round.
-
-    Attributes:
-        pieces: float32, [slots, elements + 1] each.
-
-    Raises:
-        ConfigError: a part is too small.
+    `size` elements of each of `slots` members are in `pieces`, float32, [slots, elements + 1] each, none of which has
+    more than the `part_elements` of a part of the round.
     """
 
     def __init__(self, size: int, slots: int, part_elements: int) -> None:
@@ -93,20 +77,15 @@ class FactorSlots:
 
 
 def packed(factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The factors A and B of layers, one after the other: 1-D, float32, on the CPU."""
+    """The factors A and B of layers, one after the other: 1-D, float32, on the CPU. `unpacked` is the opposite."""
     flat = [tensor.detach().reshape(-1).to("cpu", torch.float32) for pair in factors for tensor in pair]
     return torch.cat(flat) if flat else torch.empty(0)
 
 
 def unpacked(values: torch.Tensor, shapes: Sequence[LayerShape]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The opposite of `packed`: views of A [rank, into] and B [out, rank] of each layer."""
-    pieces = torch.split(
-        values, [size for shape in shapes for size in (shape.rank * shape.into, shape.out * shape.rank)]
-    )
-    return [
-        (pieces[2 * number].view(shape.rank, shape.into), pieces[2 * number + 1].view(shape.out, shape.rank))
-        for number, shape in enumerate(shapes)
-    ]
+    sizes = [size for shape in shapes for size in (shape.rank * shape.into, shape.out * shape.rank)]
+    pieces = iter(torch.split(values, sizes))
+    return [(next(pieces).view(shape.rank, shape.into), next(pieces).view(shape.out, shape.rank)) for shape in shapes]
 
 
 def mean_of(shares: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,8 +96,7 @@ def mean_of(shares: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.T
     return total
 
 
-ROWS = 256
-"""Rows that are added up at a time, so that they stay in the cache."""
+ROWS = 256  # that are added up at a time, so that they stay in the cache
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -126,10 +104,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
     A matrix multiplication sums in an order of its own on each machine, and peers would drift apart by its rounding.
 
-    Args:
-        total: [out, into], contiguous or not; is written.
-        left: [out, rank].
-        right: [rank, into].
+    `total` is [out, into], contiguous or not, `left` [out, rank] and `right` [rank, into].
     """
     for start in range(0, total.shape[0], ROWS):
         rows = total[start : start + ROWS]
@@ -138,43 +113,19 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
             rows += torch.mul(column.unsqueeze(1), row, out=term)
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What the mean of the products has more than the product of the new factors: dense + left @ right, float32."""
-
-    left: torch.Tensor  # [out, any]
-    right: torch.Tensor  # [any, into]
-    dense: torch.Tensor | None = None  # [out, into]; None if it is 0
-
-
 def rest_of_factors(
     shares: Sequence[float],
     factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
     new: tuple[torch.Tensor, torch.Tensor],
     scaling: float,
-) -> Rest:
-    """The rest of one layer: scaling · (Σ share·B·A - B_new·A_new), with rank (members + 1) · rank.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the mean of the products of one layer has more: scaling · (Σ share·B·A - B_new·A_new), as two factors.
 
-    Args:
-        shares: of the members, with the sum 1.
-        factors: A and B of each member, float32.
-        new: A and B in the adapter from now on, as they were rounded to its dtype.
-        scaling: factor of the product in the model.
+    The shares of the members have the sum 1. `new` are A and B in the adapter from now on, as they were rounded to its
+    dtype. The factors are [out, any] and [any, into] in float32, where any is (members + 1) · rank.
     """
     left = [b * (scaling * share) for share, (_, b) in zip(shares, factors, strict=True)]
-    return Rest(
+    return (
         torch.cat([*left, new[1].to("cpu", torch.float32) * -scaling], 1),
         torch.cat([*(a for a, _ in factors), new[0].to("cpu", torch.float32)], 0),
     )
-
-
-def rest_of_product(product: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], scaling: float) -> Rest:
-    """The rest of one layer whose mean product has travelled.
-
-    Args:
-        product: mean of scaling·B·A, [out, into], float32.
-        new: see `rest_of_factors`.
-        scaling: factor of the product in the model.
-    """
-    left, right = new[1].to("cpu", torch.float32) * -scaling, new[0].to("cpu", torch.float32)
-    return Rest(left, right, product.clone())

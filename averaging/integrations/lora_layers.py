@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
@@ -13,27 +14,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from averaging.common import listed
 from averaging.errors import ConfigError, StateError, printable
-from averaging.integrations.lora_factors import LayerShape, Rest, add_product
+from averaging.integrations.lora_factors import LayerShape, add_product
 from averaging.training import digest_of
 
 INSTEAD = "average it with LocalSGD or DiLoCo, which average what is trained as it is, or train plain LoRA"
 
 
 class AdaptedLayer:
-    """One linear layer with a LoRA adapter.
-
-    Args:
-        name: name of the layer in the model, without wrappers of peft.
-        module: the layer.
-        adapter: name of the adapter.
-
-    Attributes:
-        trained_rank: the rows of A and columns of B that this peer trains, the first ones; the others are padding.
-    """
+    """One linear layer with a LoRA adapter; its `name` in the model is without wrappers of peft."""
 
     def __init__(self, name: str, module: Any, adapter: str) -> None:
         self.name, self.module, self.adapter = name, module, adapter
-        self.trained_rank = self.rank
+        self.trained_rank = self.rank  # first rows of A and columns of B, which this peer trains; others are padding
 
     @property
     def a(self) -> torch.Tensor:
@@ -63,6 +55,13 @@ class AdaptedLayer:
         weight: torch.Tensor = self.module.get_base_layer().weight.detach()
         return weight.T if getattr(self.module, "fan_in_fan_out", False) else weight
 
+    def check_plain(self) -> None:
+        if not self.base.is_floating_point() or type(self.module.get_base_layer().weight) is not torch.nn.Parameter:
+            raise ConfigError(
+                f"the base of layer {self.name!r} is quantised ({self.base.dtype}); load the adapter of save_adapter() "
+                "on the base in bfloat16 or float32, and merge it there"
+            )
+
     @torch.no_grad()
     def product(self) -> torch.Tensor:
         return (self.b.float() @ self.a.float()) * self.scaling
@@ -87,11 +86,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(model: PeftModel) -> list[AdaptedLayer]:
-    """The layers of a model's active adapter, in the model's order.
-
-    Raises:
-        ConfigError: the adapter is none whose models can be averaged through its products; the message names why.
-    """
+    """The layers of a model's active adapter, in the model's order, or a ConfigError with why it cannot be exact."""
     if not isinstance(model, PeftModel):
         raise ConfigError(f"model must be a PeftModel, as get_peft_model returns it, not {type(model).__name__}")
     active = list(model.active_adapters)
@@ -142,11 +137,7 @@ def plain_name(name: str) -> str:
 
 
 def pad_ranks(model: PeftModel, layers: Iterable[AdaptedLayer], rank: int) -> None:
-    """Pads the adapter of all layers to this rank, and says so in the adapter's configuration.
-
-    Raises:
-        ConfigError: a layer has a higher rank; nothing was changed.
-    """
+    """Pads the adapter of all layers to this rank, and says so in the adapter's configuration."""
     layers = list(layers)
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"rank must be a whole number, at least 1, not {rank!r}")
@@ -193,32 +184,43 @@ class Correction:
     def remove(self) -> None:
         self._hook.remove()
 
-    def add(self, rest: Rest) -> None:
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Appends the factors, or adds their product to the dense correction."""
-        left, right = rest.left.to(self.left), rest.right.to(self.right)
-        shape = self.layer.shape
+        left, right, shape = left.to(self.left), right.to(self.right), self.layer.shape
         rank = self.left.shape[1] + left.shape[1]
-        if self.dense is None and rest.dense is None and rank * (shape.out + shape.into) < shape.out * shape.into:
+        if self.dense is None and rank * (shape.out + shape.into) < shape.out * shape.into:
             self.left, self.right = torch.cat([self.left, left], 1), torch.cat([self.right, right])
             return
         dense = self.left.new_zeros(shape.out, shape.into) if self.dense is None else self.dense.clone()
-        if rest.dense is not None:
-            dense += rest.dense.to(dense)
-        for left_, right_ in ((self.left, self.right), (left, right)):
-            add_product(dense, left_, right_)
+        add_product(dense, self.left, self.right)
+        add_product(dense, left, right)
         self.dense, self.left, self.right = dense, self.left[:, :0], self.right[:0]
 
     def matrix(self) -> torch.Tensor:
         whole = self.left @ self.right
         return whole if self.dense is None else whole + self.dense
 
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The correction as factors [out, any] and [any, into], without a loss."""
-        if self.dense is None:
-            return self.left, self.right
-        unit = torch.eye(min(self.dense.shape), device=self.dense.device)
-        whole = self.matrix()
-        return (whole, unit) if whole.shape[1] <= whole.shape[0] else (unit, whole)
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of an adapter of a higher rank that has the correction too, without a loss."""
+        a, b, left, right = self.layer.a, self.layer.b, self.left, self.right
+        if self.dense is not None:
+            unit = torch.eye(min(self.dense.shape), device=self.dense.device)
+            left, right = (self.dense, unit) if b.shape[0] >= a.shape[1] else (unit, self.dense)
+        if not left.shape[1]:
+            return a, b
+        left = left.to(b.device) / self.layer.scaling
+        return torch.cat([a.float(), right.to(a.device)]), torch.cat([b.float(), left], 1)
+
+    def merged_matrix(self) -> torch.Tensor:
+        """What the layer multiplies with, [out, into], in the dtype of its base, rounded once."""
+        base, more = self.layer.base, self.layer.product()
+        more += self.matrix().to(more)
+        return (base.to(torch.promote_types(base.dtype, torch.float32)) + more.to(base.device)).to(base.dtype)
+
+    def merged_bias(self) -> torch.Tensor | None:
+        layer = self.layer
+        bias = layer.module.lora_B[layer.adapter].bias
+        return None if bias is None else layer.module.get_base_layer().bias.detach() + bias * layer.scaling
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What of the three is not empty."""
@@ -260,13 +262,7 @@ REMEDY = "load the same base model, in the same dtype and with the same quantisa
 def describe_base(
     model: torch.nn.Module, trained: Iterable[torch.Tensor], layers: Iterable[AdaptedLayer]
 ) -> dict[str, Any]:
-    """Describes the frozen tensors and the adapter of a peer for the others; it can be packed.
-
-    Args:
-        model: the peft model.
-        trained: the parameters that are not frozen.
-        layers: the adapted layers.
-    """
+    """Describes the frozen tensors and the adapter of a peer for the others, see `_Description`; it can be packed."""
     ids = {id(parameter) for parameter in trained}
     tensors = []
     for name, parameter in model.named_parameters():
@@ -274,41 +270,39 @@ def describe_base(
             kind = "" if type(parameter) is torch.nn.Parameter else f" in {type(parameter).__name__}"
             shown = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{kind}"
             tensors.append([plain_name(name), shown, digest_of({"": parameter})])
-    return {
-        "tensors": tensors,
-        "layers": [[layer.name, layer.rank, layer.scaling] for layer in layers],
-    }
+    return {"tensors": tensors, "layers": [[layer.name, layer.rank, layer.scaling] for layer in layers]}
+
+
+class _Description(msgspec.Struct):
+    tensors: list[tuple[str, str, str]]  # the frozen ones: name, dtype and shape, digest
+    layers: list[tuple[str, int, float]]  # the adapted ones: name, rank, scaling
 
 
 def check_base(own: Mapping[str, Any], theirs: object) -> None:
-    """Compares the description of this peer with that of another one, which is untrusted.
-
-    Raises:
-        StateError: they differ; the message names the first difference.
-    """
-    if not isinstance(theirs, dict) or not _is_well_formed(theirs):
-        raise StateError("it does not say which base its adapter belongs to")
-    ours_by_name = {name: (kind, digest) for name, kind, digest in own["tensors"]}
-    theirs_by_name = {name: (kind, digest) for name, kind, digest in theirs["tensors"]}
+    """Raises StateError with the first difference to the description of another peer, which is untrusted."""
+    try:
+        here, there = (msgspec.convert(each, _Description) for each in (own, theirs))
+    except msgspec.ValidationError:
+        raise StateError("it does not say which base its adapter belongs to") from None
+    ours_by_name, theirs_by_name = ({name: rest for name, *rest in each.tensors} for each in (here, there))
     if missing := sorted(ours_by_name.keys() ^ theirs_by_name.keys()):
         where = "here" if missing[0] in ours_by_name else "there"
         raise StateError(
             f"it has another base model: {len(missing)} frozen tensors are only at one of the two peers, such as "
             f"{_shown(missing[0])} ({where}); {REMEDY}, and freeze the same parameters"
         )
-    _check_layers(own["layers"], theirs["layers"])
-    for aspect, differ in (("kind", 0), ("value", 1)):
-        others = [name for name in ours_by_name if ours_by_name[name][differ] != theirs_by_name[name][differ]]
-        if others and aspect == "kind":
-            here, there = ours_by_name[others[0]][0], printable(theirs_by_name[others[0]][0])[:100]
-            which = f"frozen tensor {_shown(others[0])} is {there} there, and {here} here"
-            raise StateError(f"it has another base: {which} ({len(others)} tensors differ so); {REMEDY}")
-        if others:
-            which = f"frozen tensor {_shown(others[0])} has other values ({len(others)} of {len(ours_by_name)} differ)"
-            raise StateError(f"it has another base: {which}; {REMEDY}")
+    _check_layers(here.layers, there.layers)
+    differing = [[name for name, ours in ours_by_name.items() if ours[i] != theirs_by_name[name][i]] for i in (0, 1)]
+    for names, what in zip(differing, ("is {} there, and {} here", "has other values"), strict=True):
+        if names:
+            kinds = (printable(each[names[0]][0])[:100] for each in (theirs_by_name, ours_by_name))
+            raise StateError(
+                f"it has another base: frozen tensor {_shown(names[0])} {what.format(*kinds)} ({len(names)} of "
+                f"{len(ours_by_name)} differ); {REMEDY}"
+            )
 
 
-def _check_layers(own: list[list[Any]], theirs: list[list[Any]]) -> None:
+def _check_layers(own: list[tuple[str, int, float]], theirs: list[tuple[str, int, float]]) -> None:
     names = [{layer[0] for layer in layers} for layers in (own, theirs)]
     if other := sorted(names[0] ^ names[1]):
         where = "here" if other[0] in names[0] else "there"
@@ -328,21 +322,6 @@ def _check_layers(own: list[list[Any]], theirs: list[list[Any]]) -> None:
                 f"its adapter counts {there[name][1]:g} times in layer {_shown(name)}, this peer's {scaling:g} times; "
                 "use the same lora_alpha and use_rslora at all peers"
             )
-
-
-def _is_well_formed(theirs: Mapping[str, Any]) -> bool:
-    tensors, layers = theirs.get("tensors"), theirs.get("layers")
-    if not (isinstance(tensors, list) and isinstance(layers, list)):
-        return False
-    texts = all(isinstance(row, list) and len(row) == 3 and all(isinstance(x, str) for x in row) for row in tensors)
-    return texts and all(
-        isinstance(row, list)
-        and len(row) == 3
-        and isinstance(row[0], str)
-        and type(row[1]) is int
-        and type(row[2]) is float
-        for row in layers
-    )
 
 
 def _shown(name: str) -> str:

@@ -1,41 +1,25 @@
 """Trains a LoRA adapter of peft with other peers, so that the model of each round is the mean of their models.
 
-```python
-model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-strategy = LoRAAveraging(model, sync_every=50)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-with DecentralizedAverager(optimizer, model=model, strategy=strategy, run_id="tune", join=["a.example:4222"]) as opt:
-    for batch in data:
-        opt.zero_grad()
-        model(**batch).loss.backward()
-        opt.step()
-    opt.finish()
-strategy.save_adapter("adapter")
-```
+docs/how-to/adapters.md is the guide.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from averaging.common import pack
 from averaging.errors import ConfigError, RoundError
-from averaging.integrations.lora_export import MergedView, merge, save_adapter, warn_before_saving
-from averaging.integrations.lora_factors import (
-    FactorSlots,
-    mean_of,
-    packed,
-    rest_of_factors,
-    rest_of_product,
-    unpacked,
-)
+from averaging.integrations.lora_factors import FactorSlots, mean_of, packed, rest_of_factors, unpacked
 from averaging.integrations.lora_layers import (
     REMEDY,
     AdaptedLayer,
@@ -44,6 +28,7 @@ from averaging.integrations.lora_layers import (
     check_base,
     describe_base,
     pad_ranks,
+    plain_name,
 )
 from averaging.peer import Adopt, RoundOptions, Topic
 from averaging.protocol import AggregationKind, CompressionType, Statement, parse_aggregation
@@ -54,46 +39,32 @@ from averaging.training import BackgroundDownload, StrategyContext, count_in, fu
 
 logger = logging.getLogger("averaging.training")
 
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+
 
 class AdapterRound:
-    """What the peers average in one round, and how its result is applied.
-
-    Args:
-        layers: the adapted layers.
-        corrections: what is kept of each beside the base.
-        training: has the other trained parameters and the buffers.
-        slots: members of a group for which there is room.
-    """
+    """What the peers average in one round, with room for `slots` members, and how its result is applied."""
 
     def __init__(
         self, layers: Sequence[AdaptedLayer], corrections: Sequence[Correction], training: StrategyContext, slots: int
     ) -> None:
-        whole = [layer.shape.sends_product(slots) for layer in layers]
-        kept = list(zip(layers, corrections, whole, strict=True))
-        self._by_factors = [(layer, correction) for layer, correction, sends_product in kept if not sends_product]
-        self._by_product = [(layer, correction) for layer, correction, sends_product in kept if sends_product]
-        self._shapes = [layer.shape for layer, _ in self._by_factors]
+        self._layers, self._corrections = layers, corrections
+        self._shapes = [layer.shape for layer in layers]
         part_elements = training.peer.config.part_size_bytes // 4
         self._slots = FactorSlots(sum(shape.factors for shape in self._shapes), slots, part_elements)
-        self._products = {layer.name: torch.zeros(layer.shape.out, layer.shape.into) for layer, _ in self._by_product}
-        exchanged = {id(factor) for layer, _ in self._by_factors for factor in (layer.a, layer.b)}
+        exchanged = _factors_of(layers)
         plain = {name: tensor for name, tensor in training.trained.items() if id(tensor) not in exchanged}
         self._plain = {name: (tensor, _copy_of(tensor)) for name, tensor in (plain | training.buffers).items()}
-        self._names = {id(tensor): name for name, tensor in plain.items()}
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What is averaged, by name: the slots, products, and copies of all that is averaged as it is."""
+    def tensors(self) -> dict[str, torch.Tensor]:  # the slots, and copies of all that is averaged as it is
         slots = {f"factors/{number}": piece for number, piece in enumerate(self._slots.pieces)}
-        products = {f"product/{name}": product for name, product in self._products.items()}
-        return slots | products | {name: copied for name, (_, copied) in self._plain.items()}
+        return slots | {name: copied for name, (_, copied) in self._plain.items()}
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Writes the present factors and products; those of the slots to slot 0, since the group is not known yet."""
-        self._slots.write(packed([(layer.a, layer.b) for layer, _ in self._by_factors]), 0)
-        for layer, _ in self._by_product:
-            self._products[layer.name].copy_(layer.product())
+        """Writes the present factors to slot 0, since the group is not known yet, and copies the rest."""
+        self._slots.write(packed([(layer.a, layer.b) for layer in self._layers]), 0)
         for tensor, copied in self._plain.values():
             copied.copy_(tensor)
 
@@ -108,20 +79,22 @@ class AdapterRound:
             Whether there was one: not if each member was dropped by some reducer. Then nothing was written.
         """
         read = self._slots.read()
-        if self._by_factors and not read:
+        if not read:
             return False
         shares = [share for share, _ in read]
         of_members = [unpacked(values, self._shapes) for _, values in read]
-        for number, (layer, correction) in enumerate(self._by_factors):
+        for number, (layer, correction) in enumerate(zip(self._layers, self._corrections, strict=True)):
             factors = [of_member[number] for of_member in of_members]
             layer.a.copy_(mean_of(shares, [a for a, _ in factors]))
             layer.b.copy_(mean_of(shares, [b for _, b in factors]))
-            correction.add(rest_of_factors(shares, factors, (layer.a, layer.b), layer.scaling))
+            correction.add(*rest_of_factors(shares, factors, (layer.a, layer.b), layer.scaling))
         for tensor, copied in self._plain.values():
             tensor.copy_(copied)
-        for layer, correction in self._by_product:
-            correction.add(rest_of_product(self._products[layer.name], (layer.a, layer.b), layer.scaling))
         return True
+
+
+def _factors_of(layers: Sequence[AdaptedLayer]) -> set[int]:
+    return {id(factor) for layer in layers for factor in (layer.a, layer.b)}
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,12 +132,7 @@ class LoRAAveraging(LockstepStrategy):
     )
 
     def __init__(
-        self,
-        model: PeftModel,
-        sync_every: int,
-        *,
-        rank: int | None = None,
-        max_norm: float | None = None,
+        self, model: PeftModel, sync_every: int, *, rank: int | None = None, max_norm: float | None = None
     ) -> None:
         super().__init__(max_norm=max_norm)
         self._schedule: AveragingSchedule = AveragingSchedule(sync_every)
@@ -177,7 +145,7 @@ class LoRAAveraging(LockstepStrategy):
         self._description = describe_base(model, trained, self._layers)
         self._digest = hashlib.sha256(pack(self._description)).hexdigest()[:16]
         self._corrections = [Correction(layer) for layer in self._layers]
-        warn_before_saving(model, self._corrections)
+        self._warn_before_saving()
         self._round: AdapterRound  # both are made by `start`
         self._topic: Topic
         self._anchors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -203,8 +171,40 @@ class LoRAAveraging(LockstepStrategy):
 
         The correction is part of its factors, so that its ranks are higher. Call it between two steps, or at the end.
         """
-        save_adapter(self._model, self._corrections, folder)
+        name = self._layers[0].adapter
+        config = copy.deepcopy(self._model.peft_config[name])
+        config.inference_mode = True
+        tensors = dict(get_peft_model_state_dict(self._model, adapter_name=name))
+        places = {id(module): place for place, module in self._model.named_modules()}
+        ranks, alphas = {}, {}
+        for correction in self._corrections:
+            layer, (a, b) = correction.layer, correction.joined()
+            place, plain = places[id(layer.module)], plain_name(layer.name)
+            tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = a, b
+            ranks[plain], alphas[plain] = a.shape[0], layer.scaling * a.shape[0]
+        # alpha / rank is the scaling of each layer, whatever rank it has with the correction.
+        config.rank_pattern, config.alpha_pattern, config.use_rslora = ranks, alphas, False
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path / ADAPTER_FILE)
+        config.save_pretrained(str(path))
 
+    def _warn_before_saving(self) -> None:
+        """Makes `model.save_pretrained` warn, once, if the adapter that it writes lacks a correction."""
+        save, warned = self._model.save_pretrained, list[bool]()
+
+        def save_pretrained(*args: Any, **options: Any) -> Any:
+            if not warned and self._kept():
+                warned.append(True)
+                logger.warning(
+                    "save_pretrained writes the adapter without its correction, which is not the model that was "
+                    "trained; use save_adapter() or merge() of LoRAAveraging"
+                )
+            return save(*args, **options)
+
+        self._model.save_pretrained = save_pretrained
+
+    @torch.no_grad()
     def merge(self) -> Any:
         """Adds adapter and correction to the base, and returns the base model without peft, to call `save_pretrained`.
 
@@ -213,7 +213,15 @@ class LoRAAveraging(LockstepStrategy):
         Raises:
             ConfigError: a base weight is quantised; nothing was changed.
         """
-        return merge(self._model, self._corrections)
+        for layer in self._layers:
+            layer.check_plain()
+        for correction in self._corrections:
+            layer = correction.layer
+            layer.base.copy_(correction.merged_matrix())
+            correction.remove()
+            if (bias := correction.merged_bias()) is not None:
+                layer.module.get_base_layer().bias.copy_(bias)
+        return self._model.unload()
 
     def merged_view(self) -> torch.nn.Module:
         """Stands for the merged model in `WeightPublisher(strategy.merged_view())`; training goes on as before.
@@ -224,14 +232,9 @@ class LoRAAveraging(LockstepStrategy):
         Raises:
             ConfigError: a base weight is quantised.
         """
-        return MergedView(self._model, self._corrections)
+        return _MergedView(self._model, self._corrections)
 
     def start(self, training: StrategyContext) -> None:
-        """Checks what the optimizer trains, and creates the topic.
-
-        Raises:
-            ConfigError: the averager has another model, is a site, or has an option that is not exact.
-        """
         self._check(training)
         config = training.peer.config
         self._round = AdapterRound(self._layers, self._corrections, training, config.group_size)
@@ -266,7 +269,7 @@ class LoRAAveraging(LockstepStrategy):
                     f"{name!r} requires a gradient, but the optimizer does not train it; make the optimizer after "
                     "LoRAAveraging, from [p for p in model.parameters() if p.requires_grad]"
                 )
-        exchanged = {id(factor) for layer in self._layers for factor in (layer.a, layer.b)}
+        exchanged = _factors_of(self._layers)
         for name, trained in training.trained.items():
             if ".lora_" in name and id(trained) not in exchanged and not name.endswith(".bias"):
                 raise ConfigError(f"the optimizer trains {name!r}, which is not of the active adapter; freeze it")
@@ -274,7 +277,6 @@ class LoRAAveraging(LockstepStrategy):
             raise ConfigError("the model has other adapter parameters than when LoRAAveraging was made; make it anew")
 
     def joined(self, training: StrategyContext) -> None:
-        """Starts from the present parameters if no state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
         super().joined(training)
@@ -282,7 +284,6 @@ class LoRAAveraging(LockstepStrategy):
     def step(
         self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step, and a round if one is due."""
         if training.local_step == self.history.step == 0:
             with training.locked():
                 self._anchor()
@@ -296,13 +297,11 @@ class LoRAAveraging(LockstepStrategy):
         is_behind = bool(others.ahead) or self._downloads.busy
         if is_behind and self.catch_up(training, others):
             return loss
-        if self._is_due(training):
+        if self._schedule.is_due(
+            training.now(), training.announcements.declared_until(self._topic, self.history.phase)
+        ):
             self._average(training, others.together)
         return loss
-
-    def _is_due(self, training: StrategyContext) -> bool:
-        declared_until = training.announcements.declared_until(self._topic, self.history.phase)
-        return self._schedule.is_due(training.now(), declared_until)
 
     @torch.no_grad()
     def _anchor(self) -> None:
@@ -409,16 +408,13 @@ class LoRAAveraging(LockstepStrategy):
         return {name: tensor for correction in self._corrections for name, tensor in correction.tensors().items()}
 
     def state(self) -> ExtraState:
-        """The adapter after the last round, the rest of the products, and what the peers must have alike."""
         anchors = {f"anchor/{name}": anchor for name, (_, anchor) in self._anchors.items()}
         return ExtraState(anchors | self._kept(), {"since": self._schedule.steps, "adapter": self._description})
 
     def check(self, user: Mapping[str, Any]) -> None:
-        """Compares the frozen base and the adapter with those of the other peer."""
         check_base(self._description, user.get("adapter"))
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads the adapter after the last round and the rest of the products."""
         super().load(tensors, user)
         self.check(user)
         since = count_in(user, "since")
@@ -431,3 +427,29 @@ class LoRAAveraging(LockstepStrategy):
                 correction.load(of_layer)
         self._schedule.steps = self._open_steps = since  # those of a checkpoint are in its parameters
         self._loaded, self._discarded = True, False
+
+
+class _MergedView(torch.nn.Module):
+    def __init__(self, model: PeftModel, corrections: Sequence[Correction]) -> None:
+        super().__init__()
+        for correction in corrections:
+            correction.layer.check_plain()
+        self._source = (model, tuple(corrections))  # in a tuple, so that it is no module of this one
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """The tensors of the merged model under the names of the base model; those of adapted layers are copies."""
+        model, corrections = self._source
+        saved = f".modules_to_save.{corrections[0].layer.adapter}."
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            key = plain_name(name).replace(saved, ".").replace(".original_module.", ".")
+            if ".lora_" not in key and (saved in name or key not in state):  # the trained copy, or the only one
+                state[key] = tensor.detach()
+        for correction in corrections:
+            layer, whole = correction.layer, correction.merged_matrix()
+            plain, is_turned = plain_name(layer.name), getattr(layer.module, "fan_in_fan_out", False)
+            state[f"{plain}.weight"] = whole.T.contiguous() if is_turned else whole
+            if (bias := correction.merged_bias()) is not None:
+                state[f"{plain}.bias"] = bias
+        return state

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from averaging.errors import ConfigError
 from averaging.integrations.loggers import TrainerHooks, missing, weighs_steps
 
 try:
+    from accelerate.utils import find_batch_size
     from transformers import TrainerCallback
 except ImportError as error:
     raise missing("transformers", "transformers") from error
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("averaging.integrations")
 
-IGNORED = -100
-"""The label of a position that has no part in the loss."""
+IGNORED = -100  # the label of a position that has no part in the loss
 
 REMEDY = (
     "create the Trainer first, because it moves the model, then the averager from trainer.model.parameters(), "
@@ -63,8 +62,7 @@ class AveragingCallback(TrainerCallback):
             TrainingArguments must be large enough. None: the training ends after `max_steps` local steps of the run.
         batch_size: samples per step, or a function of a batch that returns the number by which its loss is divided.
             None takes the Trainer's own count (`num_items_in_batch`); without it the number of integer labels other
-            than -100, if a sample has several labels; else the samples, from the TrainingArguments and the length of
-            the dataset.
+            than -100, if a sample has several labels; else the samples.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -111,7 +109,6 @@ class AveragingCallback(TrainerCallback):
         raise ConfigError("remove the AveragingCallback from Trainer(callbacks=...); call attach(trainer) afterwards")
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Waits for the other peers."""
         if self._trainer is None:
             raise ConfigError("this AveragingCallback was added to a Trainer; call attach(trainer) instead")
         self._hooks.check(self._trainer.model, REMEDY)
@@ -120,7 +117,6 @@ class AveragingCallback(TrainerCallback):
         self._hooks.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stops the training at the end of the run."""
         if self._hooks.is_over(state.max_steps):
             control.should_training_stop = True
             # As the Trainer does at its own last step.
@@ -135,7 +131,6 @@ class AveragingCallback(TrainerCallback):
             self._hooks.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Finishes the training if that was not done before."""
         self._hooks.finish()
 
     def on_log(
@@ -146,7 +141,6 @@ class AveragingCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Adds the averager's status to the Trainer's training logs."""
         if logs is not None and "loss" in logs:
             status = self._hooks.scalars()
             logs.update(status)
@@ -156,41 +150,28 @@ class AveragingCallback(TrainerCallback):
         self, get: Callable[..., tuple[list[Any], Any]], args: TrainingArguments, *arguments: Any, **options: Any
     ) -> tuple[list[Any], Any]:
         batches, items = get(*arguments, **options)
-        self._divisor = None
         if callable(self._batch_size):
             self._divisor = sum(map(self._batch_size, batches))
-        elif self._batch_size is None and weighs_steps(self._averager):
+        elif isinstance(self._batch_size, int):
+            self._divisor = self._batch_size
+        else:
             # DataParallel takes the mean of its GPUs, and only this option's count is that of all of them.
             parts = 1 if args.average_tokens_across_devices else max(1, args.n_gpu)
-            self._divisor = divisor_of(batches, items, parts)
+            counted = divisor_of(batches, items, parts) if weighs_steps(self._averager) else None
+            if counted is None:
+                counted = sum(find_batch_size(batch) or 0 for batch in batches) or None
+            self._divisor = counted
         return batches, items
 
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = self._batch_size if isinstance(self._batch_size, int) else self._divisor
-        return arguments, {"batch_size": self._samples() if given is None else given, **options}
-
-    def _samples(self) -> int:
-        if self._trainer is None:
-            raise RuntimeError("called before attach")
-        arguments, state = self._trainer.args, self._trainer.state
-        data = self._trainer.callback_handler.train_dataloader
-        batch_size = state.train_batch_size if arguments.auto_find_batch_size else arguments.train_batch_size
-        return samples_of_step(
-            state.global_step,
-            batch_size,
-            arguments.gradient_accumulation_steps,
-            batches=_length(data),
-            samples=_length(getattr(data, "dataset", None)),
-        )
+        return arguments, {"batch_size": self._divisor, **options}
 
 
 def divisor_of(batches: Sequence[Any], items: torch.Tensor | int | None, parts: int = 1) -> int | None:
-    """Returns what the loss of a step of the Trainer is divided by; None if that is the number of samples.
+    """What the loss of a step of the Trainer is divided by; None if that is the number of samples.
 
-    Args:
-        batches: the batches of the step.
-        items: the Trainer's `num_items_in_batch`: one number, or with several GPUs the same number for each.
-        parts: number of equal parts of the step, of one of which `items` is the count.
+    `items` is the Trainer's `num_items_in_batch`, with several GPUs the same for each; of `parts` equal parts of the
+    step it counts one.
     """
     if items is not None:
         return int(torch.as_tensor(items).flatten()[0]) * parts
@@ -204,27 +185,6 @@ def divisor_of(batches: Sequence[Any], items: torch.Tensor | int | None, parts: 
     return count
 
 
-def samples_of_step(step: int, batch_size: int, accumulated: int, *, batches: int | None, samples: int | None) -> int:
-    """Returns the number of samples of a step of the Trainer.
-
-    Args:
-        step: number of the step since the beginning of the training, from 0.
-        batch_size: samples per full batch.
-        accumulated: batches per step, except for the last step of an epoch.
-        batches: batches per epoch; None if unknown.
-        samples: samples in the dataset; None if unknown.
-    """
-    if not batches:
-        return batch_size * accumulated
-    steps = math.ceil(batches / accumulated)
-    if (step + 1) % steps:
-        return batch_size * accumulated
-    missing = batches * batch_size - samples if samples is not None else 0
-    if not 0 <= missing < batch_size:  # the last batch is dropped, or a sampler draws more or fewer samples
-        missing = 0
-    return (batches - (steps - 1) * accumulated) * batch_size - missing
-
-
 class _UnchangedLR(LRScheduler):
     """A scheduler that does not change the learning rate. Without one the Trainer would create its own."""
 
@@ -233,11 +193,6 @@ class _UnchangedLR(LRScheduler):
 
 
 def _check(trainer: Trainer) -> None:
-    """Checks that the Trainer can train with an averager.
-
-    Raises:
-        ConfigError: it cannot.
-    """
     arguments = trainer.args
     if arguments.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ConfigError(
@@ -261,10 +216,3 @@ def _check(trainer: Trainer) -> None:
             "lr_scheduler_type and warmup_steps have no effect; pass a scheduler to the averager, such as "
             "scheduler=functools.partial(LinearLR, total_iters=100)"
         )
-
-
-def _length(sized: object) -> int | None:
-    try:
-        return len(sized) if isinstance(sized, Sized) else None
-    except TypeError:  # a data loader whose dataset has no length
-        return None

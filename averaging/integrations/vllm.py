@@ -30,8 +30,7 @@ try:
 except ImportError as error:
     raise ImportError("averaging.integrations.vllm needs vLLM 0.33 or newer, which is not installed here") from error
 
-BACKEND = "averaging"
-"""The name of the backend in `--weight-transfer-config`."""
+BACKEND = "averaging"  # in `--weight-transfer-config`
 
 
 @dataclass
@@ -52,8 +51,7 @@ class AveragingInitInfo(WeightTransferInitInfo):
 class AveragingUpdateInfo(WeightTransferUpdateInfo):
     """Which version the workers load: the `update_info` of `/update_weights`."""
 
-    # the version, which all workers then have; None for the newest one that has arrived, which may differ between
-    # workers
+    # which all workers then have; None for the newest one that has arrived, which may differ between workers
     version: int | None = None
     timeout: float = 600.0  # seconds to wait until it has arrived
 

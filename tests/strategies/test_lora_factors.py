@@ -13,7 +13,6 @@ from averaging.integrations.lora_factors import (
     mean_of,
     packed,
     rest_of_factors,
-    rest_of_product,
     unpacked,
 )
 
@@ -85,13 +84,9 @@ def test_factors_and_rest_are_the_mean_of_the_products() -> None:
     members = [factors_of(1)[0], factors_of(2)[0]]
     new = mean_of(shares, [a for a, _ in members]), mean_of(shares, [b for _, b in members])
     mean = sum(share * scaling * (b.double() @ a.double()) for share, (a, b) in zip(shares, members, strict=True))
-    rest = rest_of_factors(shares, members, new, scaling)
-    assert rest.left.shape == (6, 3 * 2)
-    torch.testing.assert_close(rest.left @ rest.right + scaling * new[1] @ new[0], torch.as_tensor(mean).float())
-    travelled = rest_of_product(torch.as_tensor(mean).float(), new, scaling)
-    whole = torch.as_tensor(travelled.dense).clone()
-    add_product(whole, travelled.left, travelled.right)
-    torch.testing.assert_close(whole + scaling * new[1] @ new[0], torch.as_tensor(mean).float())
+    left, right = rest_of_factors(shares, members, new, scaling)
+    assert left.shape == (6, 3 * 2)
+    torch.testing.assert_close(left @ right + scaling * new[1] @ new[0], torch.as_tensor(mean).float())
 
 
 def test_a_product_is_summed_in_one_order_whatever_the_memory_looks_like() -> None:
@@ -105,11 +100,6 @@ def test_a_product_is_summed_in_one_order_whatever_the_memory_looks_like() -> No
     for column, row in zip(left.T, right, strict=True):
         one_by_one = one_by_one + column[:, None] * row
     assert torch.equal(plain, one_by_one)
-
-
-@pytest.mark.parametrize(("slots", "product"), [(8, False), (127, False), (130, True)])
-def test_what_is_fewer_bytes_travels(slots: int, product: bool) -> None:
-    assert LayerShape(out=4096, into=4096, rank=16).sends_product(slots) is product
 
 
 def test_a_part_must_hold_an_element_of_each_peer() -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, LocalSGD, PeerConfig
-from averaging.integrations.transformers import AveragingCallback, divisor_of, samples_of_step
+from averaging.integrations.transformers import AveragingCallback, divisor_of
 from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.partner import RUN_ID, Noted, founder, going_on, train
@@ -142,22 +142,6 @@ def test_the_trainers_schedule_free_optimizer_is_switched_and_its_evaluation_wei
         torch.testing.assert_close(saved[name], parameter, rtol=0, atol=0)
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[-1])
-
-
-@pytest.mark.parametrize(
-    ("accumulated", "batches", "samples", "expected"),
-    [
-        (1, None, None, [4] * 7),  # no length is known
-        (2, None, None, [8] * 7),
-        (2, 3, 10, [8, 2, 8, 2, 8, 2, 8]),
-        (2, 3, 14, [8, 4, 8, 4, 8, 4, 8]),  # the last batch is left out
-        (2, 3, 900, [8, 4, 8, 4, 8, 4, 8]),  # a sampler that draws fewer
-        (8, 3, 11, [11] * 7),
-    ],
-)
-def test_samples_of_a_step(accumulated: int, batches: int | None, samples: int | None, expected: list[int]) -> None:
-    found = [samples_of_step(step, 4, accumulated, batches=batches, samples=samples) for step in range(7)]
-    assert found == expected
 
 
 class Plain(torch.nn.Module):
