@@ -31,14 +31,9 @@ Result = TypeVar("Result")
 
 NAME = "averaging"
 
-PAUSE = 0.5
-"""Seconds between two calls to a register that does not answer."""
-
-LOG_INTERVAL = 15.0
-"""Minimum seconds between two log lines about a register that does not answer."""
-
-REFUSED_FOR = 10.0
-"""Seconds for which a node retries while the register holds unauthentic bytes."""
+PAUSE = 0.5  # seconds between two calls to a register that does not answer
+LOG_INTERVAL = 15.0  # seconds between two log lines about it, at least
+REFUSED_FOR = 10.0  # seconds for which a node retries while the register holds unauthentic bytes
 
 
 class AveragingBackend(RendezvousBackend):
@@ -47,15 +42,9 @@ class AveragingBackend(RendezvousBackend):
     torch passes and takes pickles. They are made and read in this process only; the register holds what
     `rendezvous_state` encodes.
 
-    Args:
-        thread: Runs the calls.
-        value: The replicated value with the state.
-        endpoint: Endpoint of the register, for error texts.
-        origin: What the endpoint comes from, for error texts.
-        awaits_name: Whether a name that is not found is waited for, as a register that does not answer, also before
-            the register has answered for the first time. Afterwards it always is: a pod that is replaced has no
-            address for a while.
-        monotonic: A monotonic clock in seconds.
+    A name that is not found is waited for, as a register that does not answer, if `awaits_name`, and in any case once
+    the register has answered: a pod that is replaced has no address for a while. `endpoint` and `origin` are for error
+    texts.
     """
 
     def __init__(
@@ -150,10 +139,5 @@ class AveragingBackend(RendezvousBackend):
         )
 
 
-def _pickled(fenced: Fenced | None) -> bytes:
-    """The state as torch reads it.
-
-    Raises:
-        ProtocolViolationError: It is not the state of a rendezvous.
-    """
+def _pickled(fenced: Fenced | None) -> bytes:  # the state as torch reads it
     return pickle.dumps(decode_state(fenced.payload)) if fenced else b""

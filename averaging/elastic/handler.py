@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from hashlib import sha256
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
@@ -38,41 +38,23 @@ from averaging.elastic.session import RegisterSession
 from averaging.errors import ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("averaging.elastic")
 
-MAX_JOB_ID_BYTES = 200
-"""The id is part of a key of the register, which has at most 256 bytes."""
-
-UNNAMED = "none"
-"""torchrun's default of `--rdzv-id`, with which unrelated jobs would meet."""
-
-CONNECT_SECONDS = 10
-"""Time limit of a connection to the store of a round. Then the state of its node is checked again."""
-
-STORE_SECONDS = 300
-"""How long agents wait for each other's keys in the store of a round: torch's default."""
-
-PAUSE = 2.0
-"""Seconds for which an agent does not call a register that did not answer, because it must monitor its workers."""
-
-POLL = 0.2
-"""Seconds between two queries for the store of a round."""
+MAX_JOB_ID_BYTES = 200  # it is part of a key of the register, which has at most 256 bytes
+UNNAMED = "none"  # torchrun's default of `--rdzv-id`, with which unrelated jobs would meet
+CONNECT_SECONDS = 10  # for a connection to the store of a round. Then the state of its node is checked again
+STORE_SECONDS = 300  # for which agents wait for each other's keys in the store of a round: torch's default
+PAUSE = 2.0  # seconds without a call to a register that did not answer, because an agent must monitor its workers
+POLL = 0.2  # seconds between two queries for the store of a round
 
 Node = TypeVar("Node", bound=Hashable)
 
 
 class Silence(Generic[Node]):
-    """Counts for how long the last heartbeat of each node has stayed the same.
+    """Counts for how long the last heartbeat of each node has stayed the same; after `limit` seconds it is dead.
 
     If this node could not read heartbeats, because it was stopped or the register did not answer, that time counts as
-    at most one interval.
-
-    Args:
-        interval: Seconds between two heartbeats.
-        limit: Seconds of silence after which a node is dead.
+    at most one `interval` between two heartbeats.
     """
 
     def __init__(self, interval: float, limit: float) -> None:
@@ -277,20 +259,16 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     thread = EventLoopThread(session, f"the rendezvous of job {params.run_id!r}")
     try:
         if params.run_id == UNNAMED and not session.hosted:
-            raise ConfigError(_shared(options.endpoint))
+            raise ConfigError(
+                f"the register at {options.endpoint} is shared: this node does not host it, so other jobs may use it, "
+                f"and all those without --rdzv-id (torchrun's default is {UNNAMED!r}) would be one job. Give "
+                "--rdzv-id=NAME, the same at all nodes of a job and another one for each job. A job of one node can "
+                "have a register of its own instead: --rdzv-endpoint=localhost:0"
+            )
         return _handler(params, options, session, thread, credentials.tokens)
     except BaseException:
         thread.close()
         raise
-
-
-def _shared(endpoint: str) -> str:
-    return (
-        f"the register at {endpoint} is shared: this node does not host it, so other jobs may use it, and all those "
-        f"without --rdzv-id (torchrun's default is {UNNAMED!r}) would be one job. Give --rdzv-id=NAME, the same at all "
-        "nodes of a job and another one for each job. A job of one node can have a register of its own instead: "
-        "--rdzv-endpoint=localhost:0"
-    )
 
 
 def _handler(
@@ -310,22 +288,10 @@ def _handler(
     stores = ReplicatedValue(session, f"{prefix}/store", tokens, writer=writer)
     endpoint = session.hosted or options.endpoint
     backend = AveragingBackend(thread, state, endpoint, origin=options.origin, awaits_name=options.awaits_name)
-    timeout = RendezvousTimeout(
-        *(
-            timedelta(seconds=seconds)
-            for seconds in (
-                options.join_timeout,
-                options.last_call_timeout,
-                options.close_timeout,
-                options.heartbeat_timeout,
-            )
-        )
-    )
+    limits = options.join_timeout, options.last_call_timeout, options.close_timeout, options.heartbeat_timeout
     settings = RendezvousSettings(
-        params.run_id,
-        params.min_nodes,
-        params.max_nodes,
-        timeout,
+        *(params.run_id, params.min_nodes, params.max_nodes),
+        RendezvousTimeout(*(timedelta(seconds=seconds) for seconds in limits)),
         keep_alive_interval=timedelta(seconds=options.keep_alive_interval),
         keep_alive_max_attempt=options.keep_alive_max_attempt,
     )

@@ -21,19 +21,16 @@ from averaging.common import (
 from averaging.config import TLSFiles, tls_files
 from averaging.errors import ConfigError
 
+# The default ports of torchrun's rendezvous and of its `--master-port`, and that of etcd.
 DEFAULT_PORT, MASTER_PORT, ETCD_PORT = 29400, 29500, 2379
-"""The default ports of torchrun's rendezvous and of its `--master-port`, and that of etcd."""
 
-RDZV_ENDPOINT = "--rdzv-endpoint"
-PET_MASTER = "PET_MASTER_ADDR:PET_MASTER_PORT"
-"""How errors name the two origins of an endpoint."""
-
+RDZV_ENDPOINT, PET_MASTER = "--rdzv-endpoint", "PET_MASTER_ADDR:PET_MASTER_PORT"  # the two origins of an endpoint
 ETCD = "etcd://"
 
 _TLS = ("tls_ca", "tls_cert", "tls_key")
 _COUNT = whole(1)
+# Options that torchrun adds, or that only its own backends use; ignored here.
 _OF_TORCHRUN = ("timeout", "rank", "local_addr", "read_timeout", "store_type")
-"""Options that torchrun adds, or that only its own backends use; ignored here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,28 +18,22 @@ from averaging.metrics import CERTIFICATE_METRICS, Samples, counter, gauge
 from averaging.rpc import RpcChannel, RpcHandler, RpcMethod
 from averaging.wire import register_pb2 as wire
 
-MAX_KEY_BYTES = 256
-MAX_VALUE_BYTES = 1 << 20
-MAX_ENTRIES = 1024
-MAX_TOTAL_BYTES = 64 << 20
+MAX_KEY_BYTES, MAX_VALUE_BYTES = 256, 1 << 20
+MAX_ENTRIES, MAX_TOTAL_BYTES = 1024, 64 << 20
 
+# Seconds for which an entry is kept after its last write. A running job writes every few seconds, and its nodes restore
+# what is gone. What an ended job leaves is void after 120 s (`rendezvous_state.FORGOTTEN`).
 LIFETIME = 180.0
-"""Seconds for which an entry is kept after its last write. A running job writes every few seconds, and its nodes
-restore what is gone. What an ended job leaves is void after 120 s (`replicated_value.FORGOTTEN`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterEntry:
-    """The entry of a key."""
-
-    value: bytes  # the bytes
-    token: bytes  # Opaque token for the next write. It becomes invalid when the entry is written again.
+    value: bytes
+    token: bytes  # opaque, for the next write. It becomes invalid when the entry is written again
 
 
 @dataclass(frozen=True, slots=True)
 class SwapResult:
-    """The result of a `compare_and_set`."""
-
     entry: RegisterEntry | None  # the present entry; None if there is none
     done: bool  # whether the caller set it
 
@@ -61,9 +55,7 @@ class Register(Protocol):
 class MemoryRegister:
     """A register in this process, for one event loop. Its entries end with the process.
 
-    Args:
-        clock: A monotonic clock in seconds.
-        incarnation: Part of every token, so that tokens of an earlier process are invalid.
+    `incarnation` is part of every token, so that tokens of an earlier process are invalid.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, incarnation: bytes | None = None) -> None:
@@ -80,12 +72,7 @@ class MemoryRegister:
         return entry
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
-        """See `Register`.
-
-        Raises:
-            BusyError: There is no room for another entry.
-            ProtocolViolationError: The key or the value is too long.
-        """
+        """See `Register`. Raises BusyError without room for another entry."""
         _check(key, value)
         self._forget()
         entry, _ = self._entries.get(key, (None, 0.0))
@@ -100,7 +87,7 @@ class MemoryRegister:
         return SwapResult(new, done=True)
 
     def size(self) -> tuple[int, int]:
-        """Returns the number of entries, and the bytes of their values."""
+        """The number of entries, and the bytes of their values."""
         self._forget()
         return len(self._entries), self._total
 
@@ -134,29 +121,20 @@ def _check(key: str, value: bytes = b"") -> None:
         raise ProtocolViolationError(f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
 
 
-# The register over gRPC: `averaging.register.v1.Register`, on the port of a peer or on its own port.
-
+# The register over gRPC, on the port of a peer or on its own port.
 
 MESSAGE_BYTES = MAX_VALUE_BYTES + 4096
-
-GET = RpcMethod(
-    "/averaging.register.v1.Register/Get",
-    wire.GetRequest,
-    wire.Entry,
-    max_request_bytes=4096,
-    max_reply_bytes=MESSAGE_BYTES,
-)
+_PATH = "/averaging.register.v1.Register"
+GET = RpcMethod(f"{_PATH}/Get", wire.GetRequest, wire.Entry, max_request_bytes=4096, max_reply_bytes=MESSAGE_BYTES)
 COMPARE_AND_SET = RpcMethod(
-    "/averaging.register.v1.Register/CompareAndSet",
+    f"{_PATH}/CompareAndSet",
     wire.SetRequest,
     wire.SetReply,
     max_request_bytes=MESSAGE_BYTES,
     max_reply_bytes=MESSAGE_BYTES,
 )
 
-CALL_SECONDS = 3.0
-"""Time limit of one call: less than the 5 s that torch allows for a heartbeat."""
-
+CALL_SECONDS = 3.0  # for one call: less than the 5 s that torch allows for a heartbeat
 
 REGISTER_METRICS = (
     gauge("register_entries", f"Entries in the register, two for each job; at most {MAX_ENTRIES}."),
@@ -168,11 +146,7 @@ REGISTER_METRICS = (
 
 
 class RegisterService:
-    """Serves a register; give it to `RpcServer` or to `Peer(services=…)`.
-
-    Args:
-        register: The register to serve; a new one in memory if None.
-    """
+    """Serves a register, a new one in memory if none is given; for `RpcServer` or `Peer(services=…)`."""
 
     def __init__(self, register: Register | None = None) -> None:
         self.register = register or MemoryRegister()
@@ -182,7 +156,6 @@ class RegisterService:
         return [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
 
     def samples(self) -> Samples:
-        """The values of `REGISTER_METRICS`, as far as they are known."""
         entries, nbytes = self.register.size() if isinstance(self.register, MemoryRegister) else (0, 0)
         return {
             "averaging_register_entries": entries,

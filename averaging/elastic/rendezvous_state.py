@@ -14,42 +14,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+import msgspec
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from averaging.common import pack, unpack
 from averaging.elastic.register import Register, RegisterEntry
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
-MAX_ADDRESS = 256
-"""Maximum length of a node's address, in characters; the name of a host has at most 253."""
+logger = logging.getLogger("averaging.elastic")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_MAX_NUMBER = 1 << 53
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]  # the name of a host has at most 253 characters
+_Place = tuple[bytes, Address, Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]]
 
 
-class _Row(NamedTuple):
-    """One node.
+class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """One node; the first three fields are those of torch's `_NodeDesc`."""
 
-    Attributes:
-        addr: see torch's `_NodeDesc`.
-        pid: see torch's `_NodeDesc`.
-        local_id: see torch's `_NodeDesc`.
-        rank: None if it takes no part in this round.
-        waiting: whether it is in the wait list.
-        spare: whether it is in the redundancy list.
-        heartbeat: the last one, in microseconds since the epoch; None if there is none.
-    """
+    addr: Address
+    pid: Count
+    local_id: Count
+    rank: Count | None  # None if it takes no part in this round
+    waiting: bool  # whether it is in the wait list
+    spare: bool  # whether it is in the redundancy list
+    heartbeat: Count | None  # the last one, in microseconds since the epoch; None if there is none
 
-    addr: str
-    pid: int
-    local_id: int
-    rank: int | None
-    waiting: bool
-    spare: bool
-    heartbeat: int | None
+
+class _State(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    round: Count
+    complete: bool
+    closed: bool
+    deadline: Count | None  # in microseconds since the epoch
+    rows: list[_Row]
 
 
 def encode_state(state: _RendezvousState) -> bytes:
@@ -64,10 +65,8 @@ def encode_state(state: _RendezvousState) -> bytes:
         )
         for node in sorted(nodes)
     ]
-    encoded: bytes = pack(
-        [state.round, state.complete, state.closed, _microseconds(state.deadline), [list(row) for row in rows]]
-    )
-    return encoded
+    encoded = _State(state.round, state.complete, state.closed, _microseconds(state.deadline), rows)
+    return msgspec.msgpack.encode(encoded)
 
 
 def decode_state(payload: bytes) -> _RendezvousState:
@@ -77,17 +76,17 @@ def decode_state(payload: bytes) -> _RendezvousState:
         ProtocolViolationError: they are not the state of a rendezvous.
     """
     try:
-        fields = unpack(payload)
-    except ValueError:
-        fields = None
-    if not _fits(fields, (int, bool, bool, int | None, list)):
+        encoded = msgspec.msgpack.decode(payload, type=_State)
+        if not all(row.addr.isprintable() for row in encoded.rows):
+            raise ValueError("an address that cannot be printed")
+    except ValueError as error:
         raise ProtocolViolationError(
-            "the register holds bytes that are not the state of a rendezvous; update all nodes"
-        )
+            f"the register holds bytes that are not the state of a rendezvous ({error}); update all nodes"
+        ) from None
     state = _RendezvousState()
-    state.round, state.complete, state.closed, deadline, rows = fields
-    state.deadline = _time(deadline)
-    for row in map(_row, rows):
+    state.round, state.complete, state.closed = encoded.round, encoded.complete, encoded.closed
+    state.deadline = _time(encoded.deadline)
+    for row in encoded.rows:
         node = _NodeDesc(row.addr, row.pid, row.local_id)
         if row.rank is not None:
             state.participants[node] = row.rank
@@ -103,34 +102,10 @@ def decode_state(payload: bytes) -> _RendezvousState:
 def decode_place(payload: bytes) -> tuple[bytes, str, int] | None:
     """Returns what the first node of a round announces: round, address and port of its store; None for other bytes."""
     try:
-        fields = unpack(payload)
+        place = msgspec.msgpack.decode(payload, type=_Place)
     except ValueError:
         return None
-    if not _fits(fields, (bytes, str, int)) or not 0 < fields[2] < 1 << 16 or not _is_address(fields[1]):
-        return None
-    return fields[0], fields[1], fields[2]
-
-
-def _row(fields: Any) -> _Row:
-    if not _fits(fields, (str, int, int, int | None, bool, bool, int | None)) or not _is_address(fields[0]):
-        raise ProtocolViolationError("the register holds a rendezvous with something that is not a node")
-    return _Row(*fields)
-
-
-def _fits(fields: Any, types: Sequence[Any]) -> bool:
-    """Whether `fields` is a list with values of these types, whose numbers are in range."""
-    if not isinstance(fields, list) or len(fields) != len(types):
-        return False
-    return all(
-        isinstance(value, wanted)
-        and (type(value) is not int or 0 <= value < _MAX_NUMBER)
-        and not (isinstance(value, bool) and wanted is not bool)
-        for value, wanted in zip(fields, types, strict=True)
-    )
-
-
-def _is_address(addr: str) -> bool:
-    return 0 < len(addr) <= MAX_ADDRESS and addr.isprintable()
+    return place if place[1].isprintable() else None
 
 
 def _microseconds(moment: datetime | None) -> int | None:
@@ -141,20 +116,12 @@ def _time(microseconds: int | None) -> datetime | None:
     return None if microseconds is None else _EPOCH + microseconds * _MICROSECOND
 
 
-logger = logging.getLogger("averaging.elastic")
-
 MAC_BYTES = 32
 _PURPOSE = b"averaging register 2"
 _FIELDS = (int, float, str, str, bool, bytes, bytes)
 
-FORGOTTEN = 120.0
-"""Seconds after its last write from which a state is void: a new job with the same id then starts from nothing."""
-
-TOLERATED_SKEW = 5.0
-"""Maximum difference of two clocks, in seconds, without a warning."""
-
-TRIES = 20
-"""Maximum number of concurrent writes while a state is restored."""
+FORGOTTEN = 120.0  # seconds after its last write from which a state is void: a new job with its id starts from nothing
+TRIES = 20  # concurrent writes while a state is restored, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +157,11 @@ class Seal:
     def close(
         self, payload: bytes, *, version: int, sent: float, writer: str, world: str, nonce: bytes, ended: bool = False
     ) -> Sealed:
-        """Seals a write; `nonce` makes it differ from every other."""
         body = pack([version, sent, writer, world, ended, nonce, payload])
         return Sealed(version, sent, writer, world, ended, payload, self._mac(self._secrets[0], body) + body)
 
     def open(self, raw: bytes) -> Sealed:
-        """Checks and reads a write.
-
-        Raises:
-            ProtocolViolationError: It was not written for this key with a token of the run.
-        """
+        """Checks and reads a write; raises ProtocolViolationError if it is not the run's, or not of this key."""
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not any(hmac.compare_digest(mac, self._mac(secret, body)) for secret in self._secrets):
             raise ProtocolViolationError(
@@ -265,8 +227,6 @@ class ReplicatedValue:
         self._held_at = 0.0
         self._void: bytes | None = None  # the token of a void entry, which may be overwritten
         self._unsure: tuple[bytes, bytes | None, Sealed] | None = None
-        self._asked_at: float | None = None
-        self._skewed: set[str] = set()
 
     async def read(self) -> Fenced | None:
         """The present state.
@@ -369,35 +329,5 @@ class ReplicatedValue:
         return Fenced(present, entry.token)
 
     def _hold(self, fenced: Fenced) -> Fenced:
-        now, sealed = self._clock(), fenced.sealed
-        if self._held is None or self._held.raw != sealed.raw:
-            self._compare_clocks(sealed, now)
-        self._held, self._held_at, self._asked_at = sealed, self._monotonic(), now
+        self._held, self._held_at = fenced.sealed, self._monotonic()
         return fenced
-
-    def _compare_clocks(self, sealed: Sealed, now: float) -> None:
-        """Warns about a node whose clock differs. A new state was written since this node last read the register."""
-        skew = clock_skew(sealed.sent, self._asked_at, now)
-        if not skew or sealed.writer in self._skewed:
-            return
-        self._skewed.add(sealed.writer)
-        logger.warning(
-            "the clock of node %s is about %.0f s %s that of this node (%s). Set both by NTP. No node is "
-            "removed for it, but last_call_timeout may end that much earlier or later",
-            *(sealed.writer, abs(skew), "ahead of" if skew > 0 else "behind", self._writer),
-        )
-
-
-def clock_skew(sent: float, after: float | None, before: float) -> float:
-    """Minimum difference between the clocks of a writer and this node; 0 if none is evident.
-
-    Args:
-        sent: When it wrote, by its clock.
-        after: By this node's clock, a moment before the write; None if there is none.
-        before: By this node's clock, a moment after the write.
-    """
-    if sent > before + TOLERATED_SKEW:
-        return sent - before
-    if after is not None and sent < after - TOLERATED_SKEW:
-        return sent - after
-    return 0.0

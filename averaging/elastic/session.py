@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import Self, TypeVar
 
 from averaging.common import every_address, is_loopback, parse_address
 from averaging.elastic.options import RendezvousOptions
@@ -25,18 +25,16 @@ from averaging.transport.grpc import EtcdCluster
 from averaging.wire.etcd_pb2 import Compare, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest
 
 PREFIX = b"averaging/"
+Result = TypeVar("Result")
+
+logger = logging.getLogger("averaging.elastic")
 
 
 class EtcdRegister:
     """The register in an etcd cluster. A token is the revision in which the entry was written.
 
     An entry goes when `lifetime` to twice that has passed since its last write, with the lease that it was given then.
-
-    Args:
-        channels: One channel per member; the member that answered last is called first.
-        timeout: Seconds for one call.
-        lifetime: Seconds for which an entry is kept at least.
-        monotonic: A monotonic clock in seconds.
+    Each member of the cluster has a channel; the one that answered last is called first.
     """
 
     def __init__(
@@ -90,25 +88,15 @@ def _etcd_entry(pair: KeyValue | None) -> RegisterEntry | None:
     return None if pair is None else RegisterEntry(pair.value, pair.mod_revision.to_bytes(8, "big"))
 
 
-logger = logging.getLogger("averaging.elastic")
-
-
 class RegisterSession:
-    """An async context manager, and the job's `Register`.
-
-    Args:
-        options: The address of the register.
-        credentials: Certificates and tokens.
-        may_host: Whether the endpoint is an address of this machine, so that this node can host the register.
-    """
+    """An async context manager, and the job's `Register`, which this node can host if `may_host`."""
 
     def __init__(self, options: RendezvousOptions, credentials: Credentials, *, may_host: bool) -> None:
         self._options, self._credentials = options, credentials
         self._may_host = may_host
         self._stack = AsyncExitStack()
         self._register: Register | None = None
-        self.hosted: str | None = None
-        """The endpoint of the register if this node hosts it."""
+        self.hosted: str | None = None  # the endpoint of the register if this node hosts it
 
     async def __aenter__(self) -> Self:
         async with self._stack as stack:
@@ -132,18 +120,17 @@ class RegisterSession:
         await self._stack.aclose()
 
     async def get(self, key: str) -> RegisterEntry | None:
-        try:
-            return await self._open.get(key)
-        except PeerUnreachableError as error:
-            await self._take_over(error)
-            return await self._open.get(key)
+        return await self._call(lambda register: register.get(key))
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
+        return await self._call(lambda register: register.compare_and_set(key, value, token))
+
+    async def _call(self, call: Callable[[Register], Awaitable[Result]]) -> Result:
         try:
-            return await self._open.compare_and_set(key, value, token)
+            return await call(self._open)
         except PeerUnreachableError as error:
             await self._take_over(error)
-            return await self._open.compare_and_set(key, value, token)
+            return await call(self._open)
 
     @property
     def _open(self) -> Register:
@@ -152,11 +139,7 @@ class RegisterSession:
         return self._register
 
     async def _take_over(self, error: PeerUnreachableError) -> None:
-        """Hosts the register after the loss of the process of this machine that hosted it.
-
-        Raises:
-            PeerUnreachableError: `error`, if this node cannot host it.
-        """
+        """Hosts the register after the loss of the process of this machine that hosted it, or raises `error`."""
         if not error.refused or self.hosted or self._options.etcd or not await self._host(self._stack):
             raise error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -178,19 +177,6 @@ async def test_tokens_can_be_changed_one_node_after_the_other() -> None:
     assert payload(await both.read()) == b"state"
     with pytest.raises(ProtocolViolationError):
         await place.cell("c", ("new-token-0123456789",)).read()
-
-
-async def test_clocks_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    place = Place()
-    a, ahead = place.cell("a"), place.cell("fast", ahead=20.0)
-    base, _ = await a.write(b"1", None)
-    for _ in range(2):
-        await ahead.read()
-        base, _ = await ahead.write(b"2", base)
-        await a.read()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text for text in told if "node fast is about 20 s ahead of that of this node (a)" in text]
-    assert sum("node fast" in text for text in told) == 1
 
 
 @given(st.binary(max_size=300), st.integers(0, 299), st.integers(1, 255))
