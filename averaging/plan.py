@@ -49,11 +49,6 @@ class StrategyKind(StrEnum):
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of `bf16`, `bfloat16` and so on.
-
-    Raises:
-        ConfigError: there is no such dtype, or it cannot be averaged.
-    """
     known = DTYPE_NAMES.get(name.lower(), name.lower())
     if known not in AVERAGED_DTYPES:
         raise ConfigError(f"{name!r} is no dtype that can be averaged; use one of {', '.join(DTYPE_NAMES)}")
@@ -67,11 +62,7 @@ class PeerLink:
 
     @classmethod
     def parse(cls, text: str) -> PeerLink:
-        """Reads `300Mbit/40ms`, or `300Mbit` with a round trip of 20 ms.
-
-        Raises:
-            ConfigError: it is no link.
-        """
+        """Reads `300Mbit/40ms`, or `300Mbit` with a round trip of 20 ms."""
         if (match := LINK.fullmatch(text.replace(" ", ""))) is None or not float(match["rate"]):
             raise ConfigError(f"{text!r} is no link; write its rate and round trip as 300Mbit/40ms or 1Gbit/5ms")
         rate = float(match["rate"]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match["unit"]]
@@ -80,30 +71,16 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A run that is planned.
+    """A run that is planned."""
 
-    Attributes:
-        parameters: number of trained elements of the model.
-        dtype: their dtype.
-        strategy: what is averaged.
-        compression: code on the wire; TOP_K, with a density of 1/64 in 2 bits, for DiLoCo only.
-        peers: peers of a group.
-        link: link of each peer; of unequal ones the slowest, and of unequal directions the slower one.
-        sync_every: local steps between two rounds; with gradient averaging batches of one peer for a global step.
-        step_seconds: seconds of a local step.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    parameters: int
-    dtype: torch.dtype = torch.float32
+    parameters: int  # trained elements of the model
+    dtype: torch.dtype = torch.float32  # theirs
     strategy: StrategyKind = StrategyKind.DILOCO
-    compression: CompressionType = CompressionType.NONE
-    peers: int = 8
-    link: PeerLink = PeerLink(100e6)
-    sync_every: int = 100
-    step_seconds: float = 1.0
+    compression: CompressionType = CompressionType.NONE  # TOP_K, with a density of 1/64 in 2 bits, for DiLoCo only
+    peers: int = 8  # of a group
+    link: PeerLink = PeerLink(100e6)  # of each peer; of unequal ones or directions the slowest
+    sync_every: int = 100  # local steps between two rounds; with gradient averaging batches of a peer for a global step
+    step_seconds: float = 1.0  # of a local step
 
     def __post_init__(self) -> None:
         if not 2 <= self.peers <= MAX_GROUP_SIZE:

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,11 +34,7 @@ LEASE_SECONDS = 600.0  # without any progress so long, the claims of a peer that
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of a dataset into blocks, which must be the same at all peers.
-
-    Raises:
-        ConfigError: there are no samples, or too many blocks.
-    """
+    """The division of a dataset into blocks, which must be the same at all peers."""
 
     length: int  # samples
     block_size: int  # samples of a block; the last one may have fewer
@@ -76,7 +74,7 @@ class DataRecord:
     trained: int  # samples, to tell whether the peer goes on
 
     def pack(self) -> bytes:
-        """Packs it, with the done blocks as a prefix and the bits behind it."""
+        # The done blocks are a prefix and the bits behind it.
         prefix = ((self.done ^ (self.done + 1)).bit_length() - 1) if self.done else 0
         rest = self.done >> prefix
         bits = rest.to_bytes(-(-rest.bit_length() // 8), "little")
@@ -85,26 +83,22 @@ class DataRecord:
 
     @classmethod
     def unpack(cls, packed: bytes) -> DataRecord:
-        """Unpacks what another peer has announced.
-
-        Raises:
-            ProtocolViolationError: it is malformed.
-        """
+        """Unpacks what another peer has announced; raises ProtocolViolationError if it is malformed."""
         try:
-            fields = unpack(packed)
+            digest, epoch, prefix, bits, claims, trained = msgspec.convert(
+                unpack(packed), _Packed, builtin_types=(bytes,)
+            )
         except ValueError as error:
             raise ProtocolViolationError(f"a record of the data of a run is malformed: {error}") from None
-        match fields:
-            case [bytes(digest), epoch, prefix, bytes(bits), list(claims), trained] if (
-                all(is_count(value) for value in (epoch, prefix, trained, *claims))
-                and prefix + 8 * len(bits) <= MAX_BLOCKS + 7
-                and epoch <= MAX_EPOCH
-                and len(claims) <= MAX_CLAIMS
-                and all(claim < 2 * MAX_BLOCKS for claim in claims)
-            ):
-                done = (int.from_bytes(bits, "little") << prefix) | ((1 << prefix) - 1)
-                return cls(digest, epoch, done, {claim // 2: bool(claim % 2) for claim in claims}, trained)
-        raise ProtocolViolationError("a record of the data of a run is malformed")
+        if prefix + 8 * len(bits) > MAX_BLOCKS + 7:
+            raise ProtocolViolationError("a record of the data of a run names too many blocks")
+        done = (int.from_bytes(bits, "little") << prefix) | ((1 << prefix) - 1)
+        return cls(digest, epoch, done, {claim // 2: bool(claim % 2) for claim in claims}, trained)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Claims = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_BLOCKS)]], msgspec.Meta(max_length=MAX_CLAIMS)]
+_Packed = tuple[bytes, Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)], Count, bytes, Claims, Count]
 
 
 @dataclass(slots=True)
@@ -117,27 +111,16 @@ class BlockClaim:
 
 @dataclass(frozen=True, slots=True)
 class DataStatistics:
-    """What this peer has done, since its sampler was made.
+    """What this peer has done, since its sampler was made."""
 
-    Attributes:
-        epoch: the present epoch, counted from 0.
-        blocks: blocks of an epoch.
-        done: those of the present epoch that are trained, at any peer.
-        blocks_here: blocks that this peer has trained.
-        samples_here: samples that it has trained.
-        retaken: blocks that a lost peer had begun, and this one has begun again.
-        conflicts: blocks that another peer had begun, too: this one has given it up, or ended it before it knew.
-        most_duplicates: samples that were at most trained twice because of that.
-    """
-
-    epoch: int = 0
-    blocks: int = 0
-    done: int = 0
-    blocks_here: int = 0
+    epoch: int = 0  # the present one
+    blocks: int = 0  # of an epoch
+    done: int = 0  # blocks of the present epoch that are trained, at any peer
+    blocks_here: int = 0  # that this peer has trained
     samples_here: int = 0
-    retaken: int = 0
-    conflicts: int = 0
-    most_duplicates: int = 0
+    retaken: int = 0  # blocks that a lost peer had begun, and this one has begun again
+    conflicts: int = 0  # blocks that another peer had begun, too: this one has given it up, or ended it before it knew
+    most_duplicates: int = 0  # samples that were at most trained twice because of that
 
 
 @lru_cache(maxsize=512)
@@ -168,9 +151,7 @@ class Dealer:
         self.statistics = DataStatistics()
         self._others: dict[str, _Seen] = {}
         self._abandoned: set[int] = set()  # blocks of this epoch that lost peers had begun
-        self._finished: dict[
-            int, set[str]
-        ] = {}  # blocks of this epoch that were trained here, and which peers had begun them as well
+        self._finished: dict[int, set[str]] = {}  # blocks of this epoch trained here, and who had begun them as well
         self._came_or_went: float | None = None
 
     @property

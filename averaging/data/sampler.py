@@ -49,8 +49,7 @@ class RunSampler(Sampler[int], InProcess):
     In a site each rank makes a sampler with the same arguments and iterates alike, and gets its part of each block.
 
     Args:
-        dataset: A map-style dataset, or its number of samples.
-        opt: The averager.
+        dataset: A map-style dataset, or its number of samples, the same at all peers.
         block_size: Samples of a block, the same at all peers; about a thousandth of the dataset if None. At most 4096
             blocks are possible. In a site it must be a multiple of its ranks.
         shuffle: Whether the samples of each epoch are in random order, the same for all peers.
@@ -139,7 +138,6 @@ class RunSampler(Sampler[int], InProcess):
             self._announce_quietly()
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the indices of the samples of one pass. Raises ClosedError if the averager was closed."""
         if not self._settled:  # `epochs` has not waited
             self._end_pass()
             self._wait_for_work(None)
@@ -273,7 +271,7 @@ class RunSampler(Sampler[int], InProcess):
         return None
 
     def _wait_for_work(self, epochs: int | None) -> bool:
-        """Waits, at all ranks of a site, until there is work in this epoch or the next. False after `epochs`."""
+        """Waits, at all ranks, until there is work in this epoch or the next. False after `epochs`."""
         while True:
             epoch, has_work = self._site.broadcast_from_leader(lambda: self._look_for_work(epochs))
             if not self._site.leads:
