@@ -12,8 +12,7 @@ from averaging.errors import AveragingError, CallRefusedError, RefusalCause, pri
 
 Subject = TypeVar("Subject")
 
-MAX_FINDING = 600
-"""Characters of a finding or a remedy at most, parts of which another peer may have written."""
+MAX_FINDING = 600  # characters of a finding or a remedy, parts of which another peer may have written
 
 
 class Severity(StrEnum):
@@ -78,7 +77,7 @@ class Check(Generic[Subject]):
 
 
 def finding_of(error: AveragingError) -> Finding:
-    """The finding about an error, whose message says what to do."""
+    # The message of an error says what to do.
     if refusal_cause(error) is RefusalCause.NOT_SERVED:
         return warning("this cannot be asked: the peer has another release", "update that peer")
     busy = isinstance(error, CallRefusedError) and not error.definite

@@ -20,13 +20,12 @@ from averaging.probe import GREETING_SECONDS, greeting_of, trusting
 
 CONNECT_SECONDS, HANDSHAKE_SECONDS = 5.0, 8.0
 
-SMALL_PACKET, HEADERS = 1280, 60
-"""The packet that every network carries (IPv6), and the headers of IP and TCP in it."""
+SMALL_PACKET, HEADERS = 1280, 60  # the packet that every network carries (IPv6), and the headers of IP and TCP in it
 
 ISSUE = "issue another one (averaging ca issue)"
 
+# Codes of OpenSSL for what is wrong with a certificate (`X509_V_ERR_…`). The others concern its authority.
 _NOT_YET, _EXPIRED, _HOST, _IP = 9, 10, 62, 64
-"""Codes of OpenSSL for what is wrong with a certificate (`X509_V_ERR_…`). The others concern its authority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,6 @@ class DialledAddress:
 
 
 async def connect(address: str, port: int) -> DialledAddress:
-    """Connects to an IP address, and closes the connection."""
     started = time.monotonic()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -61,13 +59,8 @@ async def connect(address: str, port: int) -> DialledAddress:
     return DialledAddress(address, time.monotonic() - started)
 
 
-# The handshake.
-
-
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What came of a TLS handshake."""
-
     version: str = ""  # of TLS; empty if it failed, or if the peer closed the connection after it
     error: OSError | None = None
     small_pass: bool = False  # whether it works with packets of `SMALL_PACKET` bytes, and not with usual ones

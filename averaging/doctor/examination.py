@@ -22,8 +22,7 @@ from averaging.seeds import FoundSeeds, Seeds
 if TYPE_CHECKING:
     from averaging.tensors import Schema
 
-MAX_VISITED = 16
-"""Peers that are asked of those that sources name."""
+MAX_VISITED = 16  # peers that are asked of those that sources name
 
 Report: TypeAlias = "Callable[[Finding], None]"
 
@@ -63,10 +62,10 @@ async def examine(examination: Examination, report: Report) -> None:
 
 
 async def _look_up(config: PeerConfig, credentials: Credentials | None) -> tuple[Mapping[str, str], list[Finding]]:
-    """The addresses of the peers to join, and what sources such as `dns:` have answered.
+    """Asks sources such as `dns:`.
 
     Returns:
-        For each address the host for which its certificate must be valid, empty for its own; and the findings.
+        For each address to join the host for which its certificate must be valid, empty for its own; and the findings.
     """
     answers: list[FoundSeeds] = []
     # It is bound to no peer, which would write its address into etcd.

@@ -70,21 +70,11 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 CALL_SECONDS, CALL_BACK_SECONDS, BATCH_SECONDS = 10.0, 15.0, 20.0
-
-CLOCK_CALLS = 20
-"""Calls that measure the round trip; the fastest tells the difference of the clocks."""
-
-CLOCK_TOLERANCE = 3.0
-"""Seconds by which the clocks of two peers may differ (docs/reference/protocol.md)."""
-
-LONG_ROUND_TRIP = 1.0
-"""Seconds from which on a round trip disturbs a run: connections are lost after 10 s without an acknowledgement."""
-
-FIRST_BATCH_BYTES, LAST_BATCH_BYTES = 64 << 10, 32 << 20
-"""Batches of echoes. The first one fills the packets of any usual network."""
-
-MAX_VALUE = 100
-"""Characters of a value of another peer that are shown."""
+CLOCK_CALLS = 20  # that measure the round trip; the fastest tells the difference of the clocks
+CLOCK_TOLERANCE = 3.0  # seconds by which the clocks of two peers may differ (docs/reference/protocol.md)
+LONG_ROUND_TRIP = 1.0  # seconds that disturb a run: connections are lost after 10 s without an acknowledgement
+FIRST_BATCH_BYTES, LAST_BATCH_BYTES = 64 << 10, 32 << 20  # of echoes. The first one fills the packets of any network
+MAX_VALUE = 100  # characters of a value of another peer that are shown
 
 
 @dataclass(slots=True)
@@ -202,6 +192,10 @@ async def ask_status(this: Visit) -> bool:
         if refusal_cause(error) is not RefusalCause.NOT_SERVED:
             raise
     return bool(this.credentials and this.credentials.tokens)
+
+
+def judge_status(_: Visit, tokens: bool) -> Finding:
+    return ok(f"answered; {'the token is accepted' if tokens else 'no token is required'}")
 
 
 async def ask_description(this: Visit) -> probe_pb2.Description:
@@ -355,6 +349,12 @@ def judge_options(this: Visit, described: probe_pb2.Description) -> Finding:
     return failure(text, f"set {', '.join(map(spelled, differing))} alike at all peers")
 
 
+def ask_strategy(this: Visit) -> str | None:
+    if this.status is None:
+        return None
+    return this.status.training.strategy if this.status.training else ""
+
+
 def judge_strategy(this: Visit, theirs: str) -> Finding | None:
     """Compares the names of strategies, such as `local_sgd` or `LocalSGD`; empty if the peer does not train."""
     theirs = printable(theirs, MAX_VALUE)
@@ -472,23 +472,14 @@ CHECKS: tuple[Check[Visit], ...] = (
     Check("addresses", ask_addresses, judge_addresses, vital=True),
     Check("tcp", ask_connections, judge_connections, vital=True),
     Check("tls", ask_handshake, lambda this, done: judge_handshake(this.config, this.certified, done), vital=True),
-    Check(
-        "call",
-        ask_status,
-        lambda _, tokens: ok(f"answered; {'the token is accepted' if tokens else 'no token is required'}"),
-        vital=True,
-    ),
+    Check("call", ask_status, judge_status, vital=True),
     Check("run", ask_description, judge_run),
     Check("software", lambda this: this.description, judge_software),
     Check("endpoint", ask_endpoint, judge_endpoint),
     Check("clock-difference", ask_clock, judge_clock),
     Check("call-back", ask_call_back, judge_call_back),
     Check("options", lambda this: this.description, judge_options),
-    Check(
-        "strategy",
-        lambda this: this.status and (this.status.training.strategy if this.status.training else ""),
-        judge_strategy,
-    ),
+    Check("strategy", ask_strategy, judge_strategy),
     Check("schema", lambda this: this.call(GET_SCHEMA, None), judge_schema),
 )
 DEEP: tuple[Check[Visit], ...] = (

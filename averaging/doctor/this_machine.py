@@ -39,14 +39,9 @@ from averaging.wire import probe_pb2
 
 PACKAGES = ("torch", "grpcio", "protobuf")
 
-FEW_FILES = 1024
-"""File descriptors that a peer should have at least. It needs a few for each other peer that it knows."""
-
-HEADROOM = 0.8
-"""Part of the free memory above which data loaders and the process itself may not fit any more."""
-
-ANSWER_SECONDS = 5.0
-"""Time for the answer of a peer that is up on this machine already."""
+FEW_FILES = 1024  # that a peer should be able to open. It needs a few for each other peer that it knows
+HEADROOM = 0.8  # part of the free memory above which data loaders and the process itself may not fit any more
+ANSWER_SECONDS = 5.0  # for a peer that is up on this machine already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +52,6 @@ class Machine:
     credentials: Credentials | None = None  # None if the files cannot be used
     seeds: Collection[str] = ()  # addresses of the peers to join
     held_bytes: int = 0  # what the peer will hold in memory; 0 if that is not known
-
-
-# Software.
 
 
 @cache
@@ -121,7 +113,6 @@ async def ask_port(this: Machine) -> str | None:
 
 
 async def _is_up(endpoint: str, this: Machine) -> bool:
-    """Whether a peer of the run answers at an endpoint of this machine."""
     with suppress(AveragingError):
         async with RpcChannel(endpoint, credentials=this.credentials) as channel:
             described = await channel.call(DESCRIBE, probe_pb2.DescribeRequest(), ANSWER_SECONDS)
@@ -192,7 +183,7 @@ def judge_advertise(this: Machine, addresses: tuple[Address, ...]) -> Finding | 
 
 
 def ask_certificate(this: Machine) -> Tls | str:
-    """The certificate of this peer, checked; a word about TLS if it has none."""
+    # Checked; a word about TLS if it has none.
     config = this.config
     own = read_tls(config.tls_ca, config.tls_cert, config.tls_key, time.time)
     return own or ("insecure" if config.insecure else "none")

@@ -36,14 +36,10 @@ class TextModel(Protocol):
 
 
 class Engine:
-    """Generates what is asked for while it is entered with `async with`.
+    """Generates what is asked for while it is entered with `async with`, up to `batch` sequences at once.
 
-    Args:
-        model: the model. Only this engine generates with it from now on.
-        batch: sequences that are generated at once.
-        context: tokens that a sequence may have with its prompt.
-        queue: jobs that may wait, of which one network may have half.
-        needs_version: whether nothing is generated before the weights have a version.
+    A sequence may have `context` tokens with its prompt. Of `queue` jobs that wait, one network may have half. With
+    `needs_version` nothing is generated before the weights have a version.
     """
 
     def __init__(self, model: TextModel, *, batch: int, context: int, queue: int, needs_version: bool = False) -> None:
@@ -76,11 +72,7 @@ class Engine:
         return not self._closing and (not self._needs_version or self.model.version is not None)
 
     def submit(self, job: GenerationJob) -> AsyncGenerator[TextPiece, None]:
-        """Queues a job. Returns its pieces; if the generator is closed before the end, the job ends.
-
-        Raises:
-            EngineError: it cannot be generated now; while the pieces are awaited, it failed.
-        """
+        """Queues a job. Returns its pieces; if the generator is closed before the end, the job ends."""
         if self._closing:
             raise _ending()
         if not self.ready:
@@ -158,14 +150,9 @@ def next_batch(
 ) -> list[GenerationJob]:
     """Returns which of the waiting jobs are generated next; never none if there are some.
 
-    The oldest is among them, or the oldest of a network that had no part in the last batch. Others go with it if they
-    sample alike and all fit. A job with a seed goes alone, since only then its result can be repeated.
-
-    Args:
-        waiting: the jobs, the oldest first.
-        last: networks of the last batch.
-        sequences: limit for the sequences of a batch.
-        context: limit for the tokens of a sequence; in a batch all run as long as the longest.
+    The oldest is among them, or the oldest of a network that had no part in the `last` batch. Others go with it if they
+    sample alike and all fit into `sequences` of `context` tokens, as long as the longest. A job with a seed goes alone,
+    since only then its result can be repeated.
     """
     batch = [job for job in waiting if job.network not in last][:1] or list(waiting[:1])
     for job in waiting if batch and batch[0].asked.seed is None else ():
@@ -186,12 +173,10 @@ MIN_PAUSE, MAX_PAUSE = 0.5, 10.0  # seconds between two attempts after no publis
 
 @dataclass(frozen=True, slots=True)
 class VersionLoaded:
-    """A version is in the model; `of_folder` tensors are not published by the run."""
-
     version: int
     digest: str
     bytes: int
-    of_folder: int
+    of_folder: int  # tensors that the run does not publish
     seconds: float
 
     def __str__(self) -> str:
@@ -216,9 +201,6 @@ class RunWeights:
 
     A publisher that is away, also at the start, costs nothing but age: the engine goes on with what it has, and the
     publisher is tried again for as long as this runs.
-
-    Attributes:
-        loaded: the version that was loaded last; None before the first.
     """
 
     def __init__(

@@ -21,13 +21,7 @@ GREEDY = 1e-5  # a lower temperature takes the most probable token
 
 
 class LanguageModel:
-    """A causal language model and its tokenizer, see `load_model` for the arguments.
-
-    Attributes:
-        version: that of the weights that were loaded last; None for those of the folder.
-        context: tokens that a sequence may have, with its prompt; 0 if the configuration names no limit.
-        vocabulary: number of token ids.
-    """
+    """A causal language model and its tokenizer, see `load_model` for the arguments."""
 
     def __init__(self, folder: Path, *, device: str = "cpu", dtype: str = "auto", bare: bool = False) -> None:
         if not (folder / "config.json").is_file():
@@ -48,9 +42,9 @@ class LanguageModel:
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
             raise ConfigError(f"{folder} cannot be served on {device}: {_first_line(error)}") from error
         config = self.model.config.get_text_config()
-        self.context = int(getattr(config, "max_position_embeddings", 0) or 0)
+        self.context = int(getattr(config, "max_position_embeddings", 0) or 0)  # of a sequence; 0 if there is no limit
         self.vocabulary = int(config.vocab_size)
-        self.version: int | None = None
+        self.version: int | None = None  # of the weights that were loaded last; None for those of the folder
         self._ends = _end_tokens(self.model.generation_config, config, self._encoder)
         # Nothing of the folder's own sampling is mixed into that of a request.
         self.model.generation_config = GenerationConfig()
@@ -61,8 +55,6 @@ class LanguageModel:
             return AutoModelForCausalLM.from_pretrained(self.folder, local_files_only=True, dtype=wanted)
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
         return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": wanted}))
-
-    # Weights
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> int:
         """Copies the tensors of a version into the model. All are checked before the first one is written.
@@ -97,17 +89,11 @@ class LanguageModel:
         self.version = version
         return len(missing)
 
-    # Text
-
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._encoder(text)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the token ids of messages with "role" and "content". `options` are for the template.
-
-        Raises:
-            EngineError: the tokenizer has no template, or that refuses the messages.
-        """
+        """The token ids of messages with "role" and "content". `options` are for the template."""
         if not self._encoder.chat_template:
             raise EngineError("the tokenizer of this model has no chat template; use /v1/completions", 400)
         if taken := options.keys() & {"chat_template", "conversation", "documents", "return_dict", "tools"}:
@@ -126,15 +112,9 @@ class LanguageModel:
         )
         return text
 
-    # Generation
-
     @torch.inference_mode()
     def generate(self, batch: Sequence[GenerationJob]) -> None:
-        """Generates all sequences of a batch, see `next_batch`, and hands each piece to its job.
-
-        Raises:
-            EngineError: it failed.
-        """
+        """Generates all sequences of a batch, see `next_batch`, and hands each piece to its job."""
         rows = [
             _SequenceRow(self, job, index, prompt, self._ends)
             for job in batch
@@ -211,11 +191,8 @@ class _Steps:
         self._logprobs = torch.empty(0)
 
     def see(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Remembers the model's log-probabilities. It is the first of the logits processors.
-
-        Raises:
-            EngineError: the model computes no numbers, of which the most probable token would still be one.
-        """
+        """Remembers the model's log-probabilities. It is the first of the logits processors."""
+        # Of values that are not numbers one would still be taken for the most probable.
         if logits.isnan().any():
             raise EngineError("the model computes values that are not numbers; its weights cannot be used", 500)
         self._logprobs = torch.log_softmax(logits.float(), -1)

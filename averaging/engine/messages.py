@@ -17,8 +17,8 @@ import msgspec
 from averaging.errors import EngineError
 
 WITHOUT_MEANING = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
+# Values of fields that are not implemented which change nothing, beside null, false, 0 and what is empty.
 NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "tool_choice": "auto", "response_format": {"type": "text"}}
-"""Values of fields that are not implemented which change nothing, beside null, false, 0 and what is empty."""
 
 Json = dict[str, Any]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -28,8 +28,6 @@ Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of both kinds of requests."""
-
     model: Name
     n: Count = 1
     max_tokens: Count | None = None
@@ -62,8 +60,6 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
-    """A request of `/v1/chat/completions`."""
-
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -74,8 +70,6 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
-    """A request of `/v1/completions`."""
-
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None  # in any case of the chosen tokens alone
 
@@ -83,11 +77,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
         return self.max_tokens or min(16, room)  # as OpenAI has it
 
     def prompts(self, limit: int) -> list[Any]:
-        """The prompts: each a text, or token ids.
-
-        Raises:
-            EngineError: there are more than `limit`, or they are neither.
-        """
+        """The prompts, at most `limit`: each a text, or token ids."""
         if isinstance(self.prompt, str) or all(isinstance(each, int) for each in self.prompt):
             return [self.prompt]
         if len(self.prompt) > limit or any(isinstance(each, int) for each in self.prompt):
@@ -100,22 +90,15 @@ AnyRequest = TypeVar("AnyRequest", bound=Asked)
 
 
 def parse_request(body: bytes | bytearray, kind: type[AnyRequest]) -> AnyRequest:
-    """Reads a request. A field that is null is as if it was left out.
-
-    Raises:
-        EngineError: it is malformed, or needs what is not implemented.
-    """
+    """Reads a request. A field that is null is as if it was left out; one with a meaning that is unknown is refused."""
     try:
         fields = _without_nulls(msgspec.json.decode(body, type=Json))
-        known = kind.__struct_fields__
-        given = {name: value for name, value in fields.items() if name in known or _has_meaning(name, value)}
-        return msgspec.convert(given, kind)
+        for name in fields.keys() - set(kind.__struct_fields__):
+            if not fields[name] or name in WITHOUT_MEANING or fields[name] == NEUTRAL.get(name):
+                del fields[name]
+        return msgspec.convert(fields, kind)
     except (ValueError, RecursionError) as error:
         raise EngineError(f"the request cannot be served: {error}", 400) from None
-
-
-def _has_meaning(name: str, value: object) -> bool:
-    return bool(value) and name not in WITHOUT_MEANING and value != NEUTRAL.get(name)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -124,13 +107,9 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-# What is generated
-
-
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What has been added to a sequence."""
-
+    # What has been added to a sequence.
     index: int  # of the sequence in its request: those of the first prompt come first
     text: str = ""  # what has become final
     tokens: tuple[int, ...] = ()
@@ -149,8 +128,7 @@ class TextPiece:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GenerationJob:
-    """A request while it waits and is generated."""
-
+    # A request while it waits and is generated.
     asked: ChatRequest | CompletionRequest
     prompts: Sequence[tuple[int, ...]]  # token ids
     max_tokens: int  # of each sequence
@@ -175,9 +153,6 @@ class GenerationJob:
     @property
     def wants_logprobs(self) -> bool:
         return self.asked.logprobs is not None and self.asked.logprobs is not False
-
-
-# Answers
 
 
 class AnswerWriter:
@@ -207,10 +182,10 @@ class AnswerWriter:
 
     def _with(self, choices: list[Json], chunk: str = "") -> Json:
         kind = f"chat.completion{chunk}" if self._is_chat else "text_completion"
-        prompt = (
-            {"prompt_token_ids": self._job.prompts[0]} if self._is_chat and self._job.asked.return_token_ids else {}
-        )
-        return {**self._head, **prompt, "object": kind, "choices": choices}
+        answer = {**self._head, "object": kind, "choices": choices}
+        if self._is_chat and self._job.asked.return_token_ids:
+            answer["prompt_token_ids"] = self._job.prompts[0]
+        return answer
 
     def _choice(self, piece: TextPiece, kind: str) -> Json:
         asked, is_first = self._job.asked, piece.index not in self._begun
@@ -232,8 +207,8 @@ class AnswerWriter:
         if not self._is_chat:
             return {"tokens": tokens, "token_logprobs": piece.logprobs}
         pairs = zip(tokens, piece.logprobs, strict=True)
-        entries = [{"token": text, "logprob": value, "bytes": list(text.encode())} for text, value in pairs]
-        return {"content": [{**entry, "top_logprobs": []} for entry in entries]}
+        shared: Json = {"top_logprobs": []}
+        return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), **shared} for t, p in pairs]}
 
     def _usage(self, tokens: int) -> Json:
         prompt = sum(map(len, self._job.prompts))
@@ -246,7 +221,6 @@ def version_name(version: int | None) -> str | None:
 
 
 def error_body(error: EngineError) -> Json:
-    """An error in OpenAI's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": error.parameter, "code": error.code}}
 
@@ -258,9 +232,6 @@ class TokenText:
     """Turns tokens into text piece by piece.
 
     Bytes of an unfinished character, and as much text as may be the beginning of a stop string, are kept back.
-
-    Attributes:
-        stopped_by: the stop string that has ended the text, which is without it; None if none has.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -271,7 +242,7 @@ class TokenText:
         # the space of a word. The text of those before `_end` has been taken.
         self._start = self._end = 0
         self._kept = ""
-        self.stopped_by: str | None = None
+        self.stopped_by: str | None = None  # the stop string that has ended the text, which is without it
 
     def add(self, token: int) -> str:
         """Returns the text that has become final with a token."""

@@ -183,7 +183,7 @@ class EngineServer:
 
     @asynccontextmanager
     async def _body(self, request: Request, network: str) -> AsyncGenerator[bytearray, None]:
-        """Reads the body. Inside, it counts for its address."""
+        # Inside, the body counts for its address.
         body, taken = bytearray(), 0
         try:
             async with asyncio.timeout(SECONDS):
@@ -278,7 +278,6 @@ def _known(error: Exception) -> EngineError:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """The answer to a request that failed."""
     if isinstance(error, HTTPException):  # no such route
         error = EngineError(f"{request.method} {request.url.path[:200]}: {error.detail}", error.status_code)
     elif isinstance(error, ClientDisconnect):

@@ -55,12 +55,8 @@ def encode(new: Bytes, old: Bytes, itemsize: int) -> tuple[Coding, bytes]:
 def decode(coding: int, data: bytes, old: Bytes | None, itemsize: int, out: Bytes) -> None:
     """Decodes a piece from another peer into `out`, which is as long as the piece.
 
-    Args:
-        coding: a `Coding`.
-        data: the encoded piece.
-        old: the piece that it was encoded against; None if the reader has none.
-        itemsize: bytes of an element.
-        out: destination. If the data is malformed (ProtocolViolationError), its contents are undefined.
+    `old` is the piece that it was encoded against; None if the reader has none. If the data is malformed
+    (ProtocolViolationError), the contents of `out` are undefined.
     """
     if coding == Coding.RAW:
         if len(data) != len(out):

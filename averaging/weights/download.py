@@ -86,11 +86,8 @@ class _VersionDownload:
 class Downloads:
     """Receives the versions of one publisher.
 
-    Args:
-        dial: opens connections, see `FollowerOptions.dial`.
-        stall_timeout: seconds without a message after which a source is left.
-        own_endpoint: endpoint of this process, which is never a source.
-        changes: happen when digests have arrived.
+    `dial` opens connections, see `FollowerOptions.dial`. A source that is silent for `stall_timeout` seconds is left.
+    `own_endpoint` is that of this process, which is never a source. `changes` happen when digests have arrived.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class Downloads:
         raise StateError(f"{publisher.endpoint} did not deliver version {incoming.manifest.version}: {error}")
 
     async def tell(self, publisher: PublisherLink, has: int) -> None:
-        """Tells a publisher what this follower's engine has, see `DescribeRequest`. An older one refuses that."""
+        # See `DescribeRequest`. An older publisher refuses that.
         request = wire.DescribeRequest(run_id=self._run_id, follower=publisher.follower, has=has)
         with suppress(AveragingError, TimeoutError):
             async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
@@ -134,7 +131,6 @@ class Downloads:
                 await lane.close()
 
     async def _learn(self, download: _VersionDownload) -> None:
-        """Receives the digests that were not known when the version was announced."""
         incoming, publisher = download.incoming, download.publisher
         first = len(incoming.digests)
         request = wire.DescribeRequest(
@@ -166,7 +162,6 @@ class Downloads:
             raise TimeoutError(f"it {reason if limit > self._stall_timeout else TOO_SLOW}") from None
 
     async def _receive_pieces(self, download: _VersionDownload) -> None:
-        """Receives all missing pieces, as soon as their digests are known."""
         failed: dict[str, str] = {}  # sources, and why
         for _ in range(MAX_SOURCES):
             if not download.incoming.missing():
@@ -237,7 +232,6 @@ class Downloads:
     async def _receive_share(
         self, lane: RpcChannel, request: wire.FetchRequest, download: _VersionDownload, pace: SourcePace | None
     ) -> str:
-        """Receives some pieces, or the name of another source."""
         incoming, clock = download.incoming, asyncio.get_running_loop().time
         last = clock()
         async with aclosing(lane.stream(FETCH, request)) as replies:

@@ -50,7 +50,6 @@ FOLLOWER_METRICS = (
 def follower_samples(
     receiver: ModelReceiver, credentials: Credentials, version: int | None, versions_behind: int, seconds: float
 ) -> Samples:
-    """The present values of `FOLLOWER_METRICS`."""
     announced = receiver.announced
     return {
         **({} if version is None else {"averaging_follower_version": version}),
@@ -65,16 +64,10 @@ def follower_samples(
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How old the weights in the model are.
+    """How old the weights in the model are."""
 
-    Attributes:
-        versions: The newest known version minus the version in the model; 0 if the model has the newest one, or if
-            no version is known.
-        seconds: Time since a newer version became known or the publisher was lost, whichever was first; 0 if neither.
-    """
-
-    versions: int = 0
-    seconds: float = 0.0
+    versions: int = 0  # the newest known version minus that in the model; 0 if none is known
+    seconds: float = 0.0  # since a newer version became known or the publisher was lost; 0 if neither
 
 
 class StalenessWatch:
@@ -210,7 +203,6 @@ class WeightFollower:
 
     @property
     def staleness(self) -> Staleness:
-        """How old the weights in the model are."""
         with self._look_lock:  # not the other one, since the application may hold that for long
             return self._watch.look(time.monotonic(), self.version, self.newest, connected=self._receiver.connected)
 
@@ -308,7 +300,7 @@ class WeightFollower:
 
     @asynccontextmanager
     async def _following(self) -> AsyncGenerator[None, None]:
-        """The receiver, and the task that looks at the staleness, so that it knows since when the weights are old."""
+        # A task looks at the staleness, so that it is known since when the weights are old.
         async with self._metrics, self._receiver:
             watching = asyncio.create_task(self._keep_looking())
             try:

@@ -132,8 +132,6 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a version."""
-
     endpoint: str  # of its publisher
     digest: bytes  # of its manifest
 
@@ -175,11 +173,7 @@ class WeightManifest:
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> WeightSpec:
-    """Describes a whole tensor.
-
-    Raises:
-        TensorError: tensors like this are not published.
-    """
+    """Describes a whole tensor; raises TensorError if tensors like this are not published."""
     if objection := objection_to(tensor, WEIGHT_DTYPES, "published", dtype):
         raise TensorError(f"{name!r} {objection}; leave it out")
     return _spec_of(name, dtype or tensor.dtype, tuple(tensor.shape))
@@ -191,17 +185,12 @@ def _spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> WeightSpe
 
 
 def layout_for(tensors: Sequence[WeightSpec]) -> WeightLayout:
-    """The layout in which a publisher divides these tensors."""
     large = nbytes_of(tensors) >= LARGE_BYTES
     return WeightLayout(tuple(tensors), LARGE_PIECE_BYTES if large else PIECE_BYTES)
 
 
 def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int) -> WeightLayout:
-    """Checks a layout from another peer before memory is allocated for it.
-
-    Raises:
-        ProtocolViolationError: it is malformed, or has more than `max_bytes`.
-    """
+    """Checks a layout from another peer before memory is allocated for it (ProtocolViolationError)."""
     if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes % 16:
         raise ProtocolViolationError(f"pieces of {piece_bytes} bytes")
     check_tensors(tensors, WEIGHT_DTYPES)

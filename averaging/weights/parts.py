@@ -20,8 +20,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class AgreedVersion:
-    """What this rank knows of a version, or all ranks do."""
-
+    # What this rank knows of a version, or all ranks do.
     version: int  # its number, at rank 0
     last: int  # the newest version that any rank has published; -1 if none has
     changed: bool  # whether any part has changed since
@@ -37,11 +36,7 @@ class PublisherRanks:
         self.leads = self._group.rank == 0
 
     def agree(self, digest: bytes, here: AgreedVersion) -> AgreedVersion:
-        """Called by all ranks with what they are about to publish.
-
-        Raises:
-            SiteError: a rank has died, or has no address.
-        """
+        """Called by all ranks with what they are about to publish; SiteError if one has died, or has no address."""
         ranks: list[tuple[bytes, AgreedVersion, str]] = self._group.all_gather((digest, here, self.endpoint))
         shards: dict[bytes, Shard] = {}
         for number, (part, _, endpoint) in enumerate(ranks):
@@ -85,7 +80,6 @@ def part_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 
 
 def box_of(spec: WeightSpec) -> Box:
-    """The part of the whole tensor that a description is about."""
     starts = spec.offset or (0,) * len(spec.shape)
     return tuple((start, start + extent) for start, extent in zip(starts, spec.shape, strict=True))
 

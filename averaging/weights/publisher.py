@@ -98,8 +98,7 @@ class WeightPublisher:
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
     @property
-    def of_each_shard(self) -> bool:
-        """Whether the averager of each shard serves it, and not only that of rank 0."""
+    def of_each_shard(self) -> bool:  # whether the averager of each shard serves it, and not only that of rank 0
         return self._ranks is not None
 
     @property
@@ -227,7 +226,6 @@ class WeightPublisher:
             return version
 
     def _publish_opened(self, opened: OpenedVersion) -> None:
-        """Announces a version, and completes it while it is sent."""
         self._store.receiving(opened)
         try:
             told = 0
@@ -347,18 +345,14 @@ class _Follower:
         return not is_loopback(parse_address(self.endpoint)[0])
 
 
-PUBLISHER = b""
-"""Stands for the publisher among the names of followers."""
+PUBLISHER = b""  # stands for the publisher among the names of followers
 
 
 class Tree:
-    """Decides who gets one version from whom: the first ones that ask from the publisher, the next ones from those.
+    """Decides who gets one version from whom: the first `copies` that ask from the publisher, the next from those.
 
-    A follower that is slow still receives an earlier version when the others ask, and so comes last.
-
-    Args:
-        copies: followers that get it from the publisher.
-        fan_out: followers that get it from another one; as many that do not hand on come to these.
+    A follower sends to `fan_out` others, and to as many that do not hand on. One that is slow still receives an earlier
+    version when the others ask, and so comes last.
     """
 
     def __init__(self, copies: int, fan_out: int) -> None:
@@ -389,7 +383,6 @@ class Tree:
         self.sources.pop(follower, None)
 
     def _way(self, follower: bytes) -> list[bytes]:
-        """The sources between a follower and the publisher, or one that is gone."""
         way: list[bytes] = []
         while (follower := self.sources.get(follower, PUBLISHER)) != PUBLISHER:
             way.append(follower)

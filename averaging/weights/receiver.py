@@ -148,7 +148,7 @@ class ModelReceiver:
         return next((part.failure for part in self._parts if part.failure), None)
 
     @property
-    def connected(self) -> bool:  # to a publisher of each part
+    def connected(self) -> bool:
         return all(part.connected for part in self._parts)
 
     @property
@@ -167,12 +167,7 @@ class ModelReceiver:
             stack.push_async_callback(options.seeds.close)
             await options.seeds.look_up()
             if options.hands_on and options.listen is not None:
-                server = RpcServer(
-                    options.listen,
-                    [self],
-                    advertise=options.advertise,
-                    credentials=options.credentials,
-                )
+                server = RpcServer(options.listen, [self], advertise=options.advertise, credentials=options.credentials)
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for running in (first.run(), self._follow_others()):
@@ -225,7 +220,6 @@ class ModelReceiver:
         return [self._first, *tuple(self._others.values())]  # other threads look at them too
 
     def check(self, part: _PartReceiver, manifest: WeightManifest) -> None:
-        """Checks that what the publisher of a part announces fits the follower's model, and its limit of bytes."""
         if self._own is not None:
             check_own(self._own(), manifest, is_part=part is not self._first or manifest.is_divided)
         if part is self._first and not manifest.shards and manifest.layout.has_parts:
@@ -246,7 +240,6 @@ class ModelReceiver:
         self._on_progress(sum(done for done, _ in counts), sum(of_all for _, of_all in counts))
 
     def _put_together(self, manifest: WeightManifest) -> WeightSnapshot | DividedSnapshot | None:
-        """The version that the joined publisher has announced so; None if a part is not here."""
         manifests, snapshots = [], []
         for number, shard in enumerate(manifest.shards or (Shard("", manifest.digest),)):
             part = self._others.get(shard.endpoint) if number else self._first
@@ -275,7 +268,6 @@ class ModelReceiver:
         return DividedSnapshot(manifest, tuple(snapshots))
 
     async def _follow_others(self) -> None:
-        """Follows the parts that the joined publisher names, and no others."""
         running: dict[str, asyncio.Task[None]] = {}
 
         def named() -> set[str]:
@@ -297,11 +289,8 @@ class ModelReceiver:
 
 
 class _PartReceiver:
-    """Follows the publishers of one part of a model, and receives its versions.
-
-    Those that the user has joined publish the first part. That of another part is at an endpoint that one of them has
-    named, which may be on `loopback` if that is.
-    """
+    # Follows the publishers of one part of a model, and receives its versions. Those that the user has joined publish
+    # the first part. That of another part is at an `endpoint` that one of them has named, on `loopback` if that is.
 
     def __init__(
         self,
@@ -345,7 +334,6 @@ class _PartReceiver:
             await self._downloads.tell(self._current, has)
 
     def not_reached(self) -> AveragingError:
-        """Why no publisher has answered."""
         reasons, findings = list(self._reasons.values()), "" if self._endpoint else self._options.seeds.findings
         if self._all_refuse():
             first = reasons[0]
@@ -439,7 +427,6 @@ class _PartReceiver:
                 self._current = None
 
     def _announce(self, manifest: WeightManifest, publisher: PublisherLink) -> None:
-        """Takes an announcement: the version is received from now on, if it is newer than what is here."""
         if manifest.layout != self._layout:
             self._model.check(self, manifest)
             self._layout = manifest.layout
@@ -469,13 +456,9 @@ class _PartReceiver:
                 continue
             # What has arrived of this version stays if a source fails. Of another one stays what is the same in this,
             # for example if its publisher has started again and gives it another name.
-            incoming = self._incoming
-            if incoming is None or (incoming.manifest.name, incoming.manifest.version) != (
-                manifest.name,
-                manifest.version,
-            ):
-                incoming = Incoming(manifest, self.store.newest, incoming)
-            self._incoming = incoming
+            incoming, wanted = self._incoming, (manifest.name, manifest.version)
+            if incoming is None or (incoming.manifest.name, incoming.manifest.version) != wanted:
+                incoming = self._incoming = Incoming(manifest, self.store.newest, incoming)
             self.store.receiving(incoming)
             try:
                 await self._receive_one(incoming, publisher)

@@ -20,8 +20,7 @@ SLICE_BYTES = 1 << 22  # that are copied at once, so that digests and senders ca
 
 
 class WeightPieces:
-    """The pieces of one version, all or those that are here."""
-
+    # The pieces of one version, all or those that are here.
     manifest: WeightManifest
     buffers: tuple[Bytes, ...]  # of each bucket
     _digests: list[bytes]
@@ -194,15 +193,10 @@ class StateCopy:
 def begin_copy(
     state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, before: WeightSnapshot | None = None
 ) -> StateCopy:
-    """Prepares the copy of a state dict to the CPU. Of divided tensors, this rank's parts are copied.
+    """Prepares the copy of a state dict to the CPU, of floating-point tensors in `dtype` unless it is None.
 
-    Args:
-        state: tensors by name, on any device; values that are no tensors are left out.
-        dtype: floating-point tensors are converted to it; None keeps their dtype.
-        before: an earlier version, whose layout is shared if it is the same.
-
-    Raises:
-        TensorError: a tensor cannot be published.
+    Of divided tensors this rank's parts are copied. Values that are no tensors are left out. The layout of the version
+    `before` is shared if it is the same.
     """
     specs, parts = [], []
     for name, tensor in state.items():
@@ -277,10 +271,8 @@ def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> Weight
 class Incoming(WeightPieces):
     """The weights of a version while they are received. Every piece is verified when it arrives.
 
-    Args:
-        manifest: manifest of the version, from its publisher, with or without digests.
-        base: weights that the receiver has already; pieces that are equal there are not received again.
-        earlier: what has arrived of a version that is received no more, for the same.
+    Pieces that are equal in `base`, the weights that are here already, or in `earlier`, what has arrived of a version
+    that is received no more, are not received again.
     """
 
     def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None, earlier: Incoming | None = None) -> None:
@@ -401,7 +393,6 @@ def _sha256(piece: Bytes) -> bytes:
 
 
 def _memory(piece: Bytes) -> tuple[int, int]:
-    """The address and the length of a piece."""
     return piece.__array_interface__["data"][0], len(piece)
 
 
@@ -419,5 +410,4 @@ def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightS
 
 
 def _by_digest(pieces: WeightPieces) -> dict[tuple[bytes, int], Bytes]:
-    """The pieces that are here, as views."""
     return {pieces.key(index): pieces.piece(index) for index in range(len(pieces.digests)) if pieces.has(index)}

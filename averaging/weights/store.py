@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import cast
 
@@ -46,37 +47,30 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: set[Callable[[], object]] = set()
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def happened(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, set()
-        for wake in waiting:
-            try:
-                wake()
-            except RuntimeError:  # its event loop is closed
-                continue
+        for loop, woken in waiting:
+            with suppress(RuntimeError):  # its event loop is closed
+                loop.call_soon_threadsafe(woken.set)
 
     async def wait(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until `condition` is true, and returns whether it is. It is called in this event loop."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    woken = asyncio.Event()
-
-                    def wake(woken: asyncio.Event = woken) -> None:
-                        loop.call_soon_threadsafe(woken.set)
-
+                    waiter = asyncio.get_running_loop(), asyncio.Event()
                     with self._lock:
-                        self._waiting.add(wake)
+                        self._waiting.add(waiter)
                     try:
                         if condition():  # only now, so that no change is missed
                             return True
-                        await woken.wait()
+                        await waiter[1].wait()
                     finally:
                         with self._lock:
-                            self._waiting.discard(wake)
+                            self._waiting.discard(waiter)
         except TimeoutError:
             return condition()
 
@@ -128,23 +122,16 @@ class Store:
         self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
 
     def receiving(self, incoming: WeightPieces | None) -> None:
-        """Sets the version that is being received or published, so that its pieces are handed on as they come."""
         self._incoming = incoming
         self.changes.happened()
 
     def difference_bytes(self) -> int:
-        """Length of the last version of which differences were sent; 0 if there is none."""
+        # Of the last version of which differences were sent; 0 if there is none.
         pieces = next(reversed(self._encoded.values()), {})
         return sum(len(data) for _, data in pieces.values())
 
     async def send(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
-        """Sends the requested pieces, those that are not here yet as soon as they arrive.
-
-        Raises:
-            BusyError: too many callers are served, or too many versions besides those that are kept.
-            StateError: this process has no such version, or has given up receiving it.
-            ProtocolViolationError: the request is malformed.
-        """
+        """Sends the requested pieces, those that are not here yet as soon as they arrive."""
         source, host = self.get(request.name), rpc_caller().host
         indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
         base = self.complete(request.base)
@@ -182,11 +169,7 @@ class Store:
             self._quota.leave(host)
 
     async def describe(self, name: bytes, first: int) -> AsyncGenerator[wire.Digests, None]:
-        """Sends the digests of a version from the piece `first` on, as they become known.
-
-        Raises:
-            StateError: this process has no such version, or has given it up.
-        """
+        """Sends the digests of a version from the piece `first` on, as they become known."""
         source, sent = self.get(name), first
         while True:
             given_up = source is not self._incoming  # before it is looked at, since both are set after its last digest
@@ -243,7 +226,6 @@ def _is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) 
 
 
 def _available(source: WeightPieces, indices: Sequence[int], place: int) -> list[int]:
-    """The next indices whose pieces are there, up to `BATCH_BYTES`."""
     most = max(1, BATCH_BYTES // source.manifest.layout.piece_bytes)
     batch: list[int] = []
     for index in islice(indices, place, place + most):

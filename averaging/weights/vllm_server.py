@@ -16,8 +16,7 @@ from averaging.rpc import Credentials, RpcServer
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.snapshot import WeightSnapshot
 
-VLLM_PAUSES = ("wait", "keep", "abort")
-"""What happens to requests that the engine serves when an update begins; vLLM's names."""
+VLLM_PAUSES = ("wait", "keep", "abort")  # what happens to requests in progress when an update begins; vLLM's names
 
 START_SERVER = (
     'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "averaging"}\', with averaging '
@@ -38,9 +37,6 @@ class VllmServer:
         credentials: certificates and tokens of the publisher.
         init_info: what the workers need besides its address, see `averaging.integrations.vllm.AveragingInitInfo`.
         pause: see `VLLM_PAUSES`.
-
-    Raises:
-        ConfigError: an argument is invalid, or httpx is missing.
     """
 
     version: int | None = None  # that all workers have; None before the first, and while it is unknown
