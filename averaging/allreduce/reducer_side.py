@@ -275,7 +275,7 @@ class ReducerSide:
         return f"it answered parts of this peer; can it reach {self._me.endpoint}?" if answers else ""
 
     def _read(self, number: int, message: AveragingData) -> Any:
-        """The values of part `number`, as `PartForm.decode` returns them; or raises a ProtocolViolationError."""
+        """The values of part `number`, as its form decodes them; or raises a ProtocolViolationError."""
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
         part, form = self._parts[number], self._form(number)

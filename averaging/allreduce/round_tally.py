@@ -50,8 +50,7 @@ def code_of(error: AveragingError) -> DropCode:
 # time, even if one of them limits the rate. The measure is how long all others were done or at the end of their window.
 
 
-MIN_LAG_SECONDS = 0.1
-"""A member that the others waited for less than this is not a straggler."""
+MIN_LAG_SECONDS = 0.1  # A member that the others waited for less than this is not a straggler
 
 MIN_LAG_FRACTION = 0.25
 """A member that the others waited for a smaller fraction of the round than this is not a straggler."""

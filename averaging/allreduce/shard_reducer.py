@@ -182,7 +182,6 @@ def _norm_of(values: torch.Tensor) -> float:
 
 
 _COLUMNS = 1 << 16  # coordinates sorted at a time, to bound the memory
-
 _MAX_NETWORK = 32  # members up to which rows are sorted by a sorting network
 
 _MIN_WEIGHT = (

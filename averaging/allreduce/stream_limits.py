@@ -16,8 +16,7 @@ from averaging.timing import Deadline, Deadlines, FairClock, Phase, interval_of
 # another sender. Its faster streams would also take bandwidth from its slower ones, which determine the round's
 # duration.
 
-WINDOW_BYTES = 8 << 20
-"""Window of one member over all its reducers; a link of 1 Gbit/s and 50 ms holds 6 MiB."""
+WINDOW_BYTES = 8 << 20  # window of one member over all its reducers; a link of 1 Gbit/s and 50 ms holds 6 MiB
 
 MIN_PARTS = 3
 """Minimum window per reducer, in parts: one in transit, one that is averaged, and one whose average is in transit."""

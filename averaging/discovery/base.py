@@ -11,8 +11,7 @@ from typing import Protocol
 
 from averaging.errors import AveragingError
 
-MAX_VALUE_BYTES = 1024
-"""The largest value of a record."""
+MAX_VALUE_BYTES = 1024  # the largest value of a record
 
 MAX_LIFETIME = 3600.0
 """Largest number of seconds until a record expires. What should last longer must be stored again in time."""
@@ -27,9 +26,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPeer:
-    """What discovery knows about another peer."""
-
+class KnownPeer:  # another peer
     since: float  # when it joined the run, by its own clock, in seconds since the epoch
     values: Mapping[str, bytes]  # that it has stored, by key
 
@@ -169,11 +166,9 @@ class Watchers:
 
     async def _wait(self, event: asyncio.Event, until: float | None) -> None:
         seconds = None if until is None else max(_MIN_WAIT, until - self._clock())
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await event.wait()
-        except TimeoutError:
-            return
 
 
 # A record of this peer that is kept up to date in discovery.
@@ -183,13 +178,10 @@ logger = logging.getLogger(__name__)
 
 
 class PublishedRecord:
-    """The record of this peer under one key.
+    """The record of this peer under one key, with what `value` returns; None if there is nothing to store now.
 
-    Args:
-        value: returns the value to store; None if there is nothing to store now.
-        lifetime: seconds until the record expires after this peer has died.
-        refresh: seconds after which it is stored again, changed or not.
-        pause: minimum seconds between two stores, except after an urgent change; faster changes are merged.
+    It expires `lifetime` seconds after this peer has died, and is stored again after `refresh` seconds, changed or not.
+    Two stores are at least `pause` seconds apart, except after an urgent change; faster changes are merged.
     """
 
     def __init__(
@@ -211,8 +203,7 @@ class PublishedRecord:
         self._withdrawn = False
 
     async def withdraw(self) -> None:
-        """Removes the record from discovery. From here on it is not stored any more."""
-        self._withdrawn = True
+        self._withdrawn = True  # from here on it is not stored any more
         await self._discovery.withdraw(self._key, self._endpoint)
 
     def changed(self, *, urgent: bool = False) -> None:
@@ -224,11 +215,9 @@ class PublishedRecord:
     async def keep(self) -> None:
         """Stores the record after each change and before it expires, until cancelled. Call `store` first."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._refresh):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
             self._urgent.clear()
             await self.store()
@@ -238,11 +227,10 @@ class PublishedRecord:
                         await self._urgent.wait()
 
     async def store(self) -> None:
-        """Stores the record once. A failure is logged only, since `keep` tries again."""
         value = self._value()
         if value is None or self._withdrawn:
             return
         try:
             await self._discovery.store(self._key, self._endpoint, value, self._clock() + self._lifetime)
-        except AveragingError as error:
+        except AveragingError as error:  # `keep` tries again
             logger.warning("could not store this peer's record under %s in discovery: %s", self._key, error)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
 from averaging.common import pack, unpack
 from averaging.discovery.base import Diagnosis, Discovery, Entry
 from averaging.errors import ConfigError
 
-LIFETIME, REFRESH = 60.0, 20.0
-"""Seconds until the record of a peer's shard expires, and between its renewals."""
+LIFETIME, REFRESH = 60.0, 20.0  # seconds until the record of a peer's shard expires, and between its renewals
 
 APPEAR_SECONDS = 5.0
 """Seconds in which the shards of a site become known once one of them is."""
@@ -28,8 +27,6 @@ def shards_key(run_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What one peer holds."""
-
     layout: str  # how its site divides the model
     shard: int
     site: str  # endpoint of the peer that leads it
@@ -39,24 +36,18 @@ class ShardRecord:
 
     @classmethod
     def unpack(cls, packed: bytes) -> ShardRecord | None:
-        """Unpacks what `pack` returned; None if it is malformed."""
-        try:
+        with suppress(ValueError):
             match unpack(packed):
                 case [str(layout), int(shard), str(site)] if len(layout) <= 128:
                     return cls(layout, shard, site)
-        except ValueError:
-            pass
         return None
 
 
 class ShardOfRun:
     """Names the peers of one shard by their sites, so that all ranks of a site name the other sites alike.
 
-    Args:
-        run_id: id of the run.
-        layout: description of how the sites divide the model.
-        shard: number of this peer's shard.
-        site: endpoint of the peer that leads this site; empty if it is this one.
+    `layout` describes how the sites divide the model; `site` is the endpoint of the peer that leads this one, empty if
+    it is this peer.
     """
 
     def __init__(self, run_id: str, layout: str, shard: int, site: str = "") -> None:
@@ -95,13 +86,11 @@ class ShardOfRun:
             return [endpoints[site] for site in sites if site in endpoints]
 
         if self._base is not None and len(known()) < len(sites):
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(APPEAR_SECONDS), aclosing(self._base.watch(self.key)) as changes:
                     async for _ in changes:
                         if len(known()) == len(sites):
                             break
-            except TimeoutError:
-                pass
         return known()
 
     def translated(
@@ -118,14 +107,7 @@ class ShardOfRun:
         return translated
 
     def check(self, whole: Collection[str]) -> None:
-        """Checks that all sites of the run divide the model alike.
-
-        Args:
-            whole: peers of the run that do not divide it.
-
-        Raises:
-            ConfigError: one does not.
-        """
+        """Checks that all sites of the run divide the model alike; `whole` are peers that do not divide it."""
         for name, record in sorted(self._shard_records().items()):
             if record.layout != self._layout:
                 raise ConfigError(

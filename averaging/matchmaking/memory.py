@@ -18,15 +18,13 @@ from averaging.protocol import Group
 from averaging.receipts import LateArrival
 from averaging.timing import VERDICT_SECONDS, Deadlines
 
-DESERTION_SECONDS = 1800.0
-"""Seconds for which a deserter is remembered, unless it leads a group before."""
+DESERTION_SECONDS = 1800.0  # seconds for which a deserter is remembered, unless it leads a group before
 
 EXCLUSION_SECONDS, MAX_EXCLUSION_SECONDS = 5.0, 300.0
 """Seconds for which a peer is neither asked nor accepted that was at fault twice in a row, doubled each further time.
 It costs the others a round each time that it is tried again. Once may be an accident."""
 
-MAX_REMEMBERED = 1024
-"""Peers of each kind that are remembered."""
+MAX_REMEMBERED = 1024  # peers of each kind that are remembered
 
 Value = TypeVar("Value")
 

@@ -31,28 +31,20 @@ from averaging.protocol import (
 )
 from averaging.timing import VERDICT_SECONDS
 
-CLOCK_TOLERANCE = 3.0
-"""Seconds by which the clocks of two peers may differ."""
+CLOCK_TOLERANCE = 3.0  # seconds by which the clocks of two peers may differ
 
 LEAST_SEARCH = 1e-6
 """Seconds below which no search begins: a deadline since the epoch, a float64, is rounded to 0.24 microseconds."""
 
-MAX_REDIRECTS = 3
-"""Suggested leaders that a follower asks in a row."""
-
-MAX_OPEN_REQUESTS = 32
-"""Requests of one peer that are open at the same time; for one more, the oldest is withdrawn."""
+MAX_REDIRECTS = 3  # suggested leaders that a follower asks in a row
+MAX_OPEN_REQUESTS = 32  # requests of one peer that are open at the same time; for one more, the oldest is withdrawn
 
 MAX_HEAD_START, NEW_PEER_HEAD_START, MIN_HEAD_START = VERDICT_SECONDS, 1.0, 0.1
 """Bounds of a head start in seconds, see `head_start`. The middle one is for a peer to which a connection must be made
 first. The last one leaves time to a peer whose machine is busy."""
 
-MAX_YIELD_SECONDS = 300.0
-"""Longest extension of a declaration; discovery keeps no record for longer than an hour."""
-
-MAX_UNANSWERED = 3
-"""A peer that left this many requests in a row unanswered has no head start."""
-
+MAX_YIELD_SECONDS = 300.0  # longest extension of a declaration; discovery keeps no record for longer than an hour
+MAX_UNANSWERED = 3  # A peer that left this many requests in a row unanswered has no head start
 _MIN_RETRY_PAUSE, _MAX_RETRY_PAUSE = 0.1, 2.0  # seconds until a peer that refused is asked again
 
 _FINAL_REFUSALS = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})

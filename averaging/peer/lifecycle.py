@@ -33,8 +33,7 @@ from averaging.transport import RpcService, Transport
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
 
-DOWNLOAD_SECONDS = 20.0
-"""Seconds for which a peer that was asked to leave waits for those who download its state."""
+DOWNLOAD_SECONDS = 20.0  # seconds for which a peer that was asked to leave waits for those who download its state
 logger = logging.getLogger("averaging.peer")
 
 CLOSING_GRACE = 1.0

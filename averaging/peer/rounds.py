@@ -48,14 +48,12 @@ MAX_OVER_RECORDS = 64
 """Such records of one peer at a time, since discovery limits their number. If phases follow each other faster, each
 record stays for less time; while they become faster there may be twice as many."""
 
-DECISION_SECONDS = 5.0
-"""Time limit for the decision of a leader that has accepted a peer which leaves its run."""
+DECISION_SECONDS = 5.0  # time limit for the decision of a leader that has accepted a peer which leaves its run
 
 WITHDRAWN_SECONDS = 20.0
 """A member whose records are all gone so soon after a group has withdrawn them: those of a dead peer last longer."""
 
-SPARSE_SLOWNESS = 16
-"""How much longer choosing the largest elements takes than copying as many bytes; see `takes_long`."""
+SPARSE_SLOWNESS = 16  # how much longer choosing the largest elements takes than copying as many bytes; see `takes_long`
 
 MAX_LASTING = 256
 """Topics whose group bits are remembered, since an application may create topics without end."""

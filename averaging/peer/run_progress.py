@@ -19,8 +19,7 @@ logger = logging.getLogger("averaging.peer")
 LIFETIME, REFRESH = 15.0, 5.0
 """Seconds for which an announcement is valid, also after its peer's death; and after which it is renewed."""
 
-MAX_JUDGED = 4096
-"""Peers of which it is remembered whether this peer can average with them."""
+MAX_JUDGED = 4096  # peers of which it is remembered whether this peer can average with them
 
 PAUSE = 0.02
 """Minimum seconds between two announcements of a peer."""
@@ -32,8 +31,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
 """Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
 A peer that arrives in time is not called."""
 
-MAX_CALLS = 16
-"""Peers that are called at a time."""
+MAX_CALLS = 16  # peers that are called at a time
 
 CALL_TIMEOUT = 2.0
 """Seconds for which a call may take; a refused connection takes one round trip."""

@@ -42,8 +42,7 @@ from averaging.timing import Deadline, Deadlines, FairTimeout
 
 logger = logging.getLogger("averaging.peer")
 
-LEAST_WAIT = 0.5
-"""Seconds after which a status names the peers for which this one waits."""
+LEAST_WAIT = 0.5  # seconds after which a status names the peers for which this one waits
 
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 """Concurrent downloads at one donor, in total and per host; further ones wait a while."""

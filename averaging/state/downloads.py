@@ -20,8 +20,7 @@ from averaging.tensors import Schema
 from averaging.timing import SLOW_LINK, Deadline, FairTimeout
 from averaging.transport import Transport, is_alive
 
-LIFETIME, REFRESH = 60.0, 20.0
-"""Seconds until a declaration expires, and between its renewals."""
+LIFETIME, REFRESH = 60.0, 20.0  # seconds until a declaration expires, and between its renewals
 
 PAUSE = 1.0
 """Minimum seconds between two declarations: newcomers need no record of each of several rounds in a second."""

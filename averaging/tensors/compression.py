@@ -28,12 +28,10 @@ from averaging.tensors.staging import on_cpu
 class Codec(ABC):
     """Encodes a tensor to bytes. All numbers are little-endian; big-endian machines are not supported.
 
-    Attributes:
-        wire_dtype: the value of the tensor's `dtype` field on the wire.
-        bytes_per_element: compressed size, without the overhead per tensor, row or block.
-        limit: magnitude to which larger elements are clamped; infinite if none are.
-        elementwise: whether each element is encoded without regard to the others, so that two encoded tensors one
-            behind the other are both of them encoded together.
+    `wire_dtype` is the value of the tensor's `dtype` field on the wire, `bytes_per_element` the compressed size without
+    the overhead per tensor, row or block. Larger elements than `limit` are clamped. If `elementwise`, each element is
+    encoded without regard to the others, so that two encoded tensors one behind the other are both of them encoded
+    together.
     """
 
     elementwise = False
@@ -56,20 +54,15 @@ class Codec(ABC):
         """Decodes the tensor of shape `size` from a buffer of exactly `nbytes(size)` bytes."""
 
 
-FLOAT16_MAX = 65504.0
-"""The largest finite float16."""
-
+FLOAT16_MAX = 65504.0  # the largest finite float16
 _AT_ONCE = 1 << 17  # elements; small enough for the processor's cache
 
 
 class Half(Codec):
-    """Float32 rounded to a 16-bit dtype.
+    """Float32 rounded to a 16-bit dtype, and clamped to a limit.
 
-    Args:
-        wire_dtype: `clamped_float32` for FLOAT16, as the protocol requires; `rounded_float32` for BFLOAT16, since
-            `bfloat16` denotes uncompressed bfloat16 tensors.
-        dtype: dtype of the buffer.
-        limit: see `Codec`.
+    The `wire_dtype` is `clamped_float32` for FLOAT16, as the protocol requires; `rounded_float32` for BFLOAT16, since
+    `bfloat16` denotes uncompressed bfloat16 tensors.
     """
 
     elementwise = True
@@ -83,7 +76,6 @@ class Half(Codec):
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """Clamps, then rounds to nearest, ties to even."""
         values = tensor.to(torch.float32)
         if math.isinf(self.limit):
             return view_memory(values.to(self._dtype))
@@ -108,9 +100,7 @@ class Half(Codec):
 # The error of x is at most std · (|z|·2^-11 + 2^-25) with z = (x - mean) / std, plus the rounding of float32.
 
 
-MIN_STD = 1e-6
-"""Lower bound of the standard deviation of a row, so that rows of equal elements are not divided by 0."""
-
+MIN_STD = 1e-6  # lower bound of the standard deviation of a row, so that rows of equal elements are not divided by 0
 _STATISTICS_BYTES = 8  # a mean and a standard deviation
 
 
@@ -142,7 +132,6 @@ class MeanStd16Bit(Codec):
         return b"".join((view_memory(data), view_memory(means), view_memory(stds)))
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """A new float32 tensor."""
         rows, columns = _matrix(size)
         end_of_data = 2 * rows * columns
         data = view_bytes(buffer)[:end_of_data].view(torch.float16).to(torch.float32).view(rows, columns)
@@ -160,8 +149,6 @@ def _matrix(size: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Raw(Codec):
-    """NONE for one dtype."""
-
     elementwise = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -189,11 +176,8 @@ class Raw(Codec):
 # (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861).
 
 
-BLOCK = 1024
-"""Elements of a block."""
-
+BLOCK = 1024  # elements of a block
 _BLOCKS_AT_ONCE = 256  # blocks
-
 _STEPS = 127  # -128 is not used, so that the code is symmetric
 
 
@@ -221,7 +205,6 @@ class BlockwiseInt8(Codec):
         return view_memory(buffer)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """A new float32 tensor."""
         count = prod(size)
         scales, data = _split(view_bytes(buffer), count)
         values = torch.empty(_block_count(count), BLOCK, dtype=torch.float32, device="cpu")
@@ -269,11 +252,8 @@ def _block_count(count: int) -> int:
 # decoder does not need the borders of the buckets.
 
 
-BUCKETS = 256
-"""One per value of a byte."""
-
-RANGE_IN_SIGMAS = 6
-"""Standard deviations that the buckets of UNIFORM_8BIT cover: three on each side of the mean."""
+BUCKETS = 256  # one per value of a byte
+RANGE_IN_SIGMAS = 6  # standard deviations that the buckets of UNIFORM_8BIT cover: three on each side of the mean
 
 _TABLE_BYTES = 4 * BUCKETS
 _OFFSET = BUCKETS // 2
@@ -379,10 +359,7 @@ def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
 
     With NONE the buffer **shares the tensor's memory** if the tensor is contiguous and on the CPU; otherwise it is new.
     Lossy codecs convert to float32 first. Non-finite numbers raise no error: FLOAT16 clamps infinities, and codecs with
-    rows, buckets or blocks may decode the whole row, bucket or block to NaN.
-
-    Raises:
-        TensorError: the dtype cannot be averaged.
+    rows, buckets or blocks may decode the whole row, bucket or block to NaN. Another dtype is a TensorError.
     """
     codec = codec_of(compression, tensor.dtype)
     return WireTensor(
@@ -397,11 +374,8 @@ def decode(wire: WireTensor) -> torch.Tensor:
     """Decodes a whole tensor of shape `wire.size`; `chunks` and `requires_grad` are ignored.
 
     With NONE the result has the dtype that was encoded and **shares the memory of `wire.buffer`: it must not be
-    written**. Otherwise it is a new float32 tensor.
-
-    Raises:
-        ProtocolViolationError: the compression, dtype or size is invalid, or the buffer has the wrong length. This is
-            checked before anything is allocated.
+    written**. Otherwise it is a new float32 tensor. A ProtocolViolationError about the compression, dtype, size or
+    length comes before anything is allocated.
     """
     codec = decoder(wire)
     size = tuple(wire.size)
@@ -414,11 +388,7 @@ def decode(wire: WireTensor) -> torch.Tensor:
 
 
 def decoder(wire: WireTensor) -> Codec:
-    """Returns the codec that decodes a tensor; `wire.buffer` is ignored.
-
-    Raises:
-        ProtocolViolationError: the compression, dtype or size is invalid.
-    """
+    """The codec that decodes a tensor, whose buffer is ignored; or raises a ProtocolViolationError."""
     codec = _DECODERS.get((wire.compression, wire.dtype))
     if codec is None:
         known = sorted(dtype for code, dtype in _DECODERS if code == wire.compression)
@@ -428,25 +398,10 @@ def decoder(wire: WireTensor) -> Codec:
     return codec
 
 
-def decode_as(wire: WireTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Like `decode`, for a tensor whose dtype is known.
-
-    Raises:
-        ProtocolViolationError: as `decode`; or the tensor was sent uncompressed in another dtype, whose values might
-            not fit into `dtype`.
-    """
-    if wire.compression == CompressionType.NONE and wire.dtype != dtype_name(dtype):
-        raise ProtocolViolationError(f"a tensor of {dtype_name(dtype)} was sent as {wire.dtype!r}")
-    return decode(wire)
-
-
 def encode_slices(values: torch.Tensor, compression: CompressionType, lengths: Sequence[int]) -> WireTensor:
     """Encodes slices of tensors, each by itself; the encoded slices follow one another in the buffer.
 
-    Args:
-        values: the slices one behind the other, 1-D; see `encode`.
-        compression: that of all.
-        lengths: number of elements of each slice.
+    `values` are the slices one behind the other, 1-D, see `encode`; `lengths` the numbers of their elements.
     """
     codec = codec_of(compression, values.dtype)
     if len(lengths) == 1 or codec.elementwise:
@@ -458,20 +413,15 @@ def encode_slices(values: torch.Tensor, compression: CompressionType, lengths: S
 def decode_slices(wire: WireTensor, dtype: torch.dtype, lengths: Sequence[int]) -> torch.Tensor:
     """Decodes what `encode_slices` returned, from a stranger, for tensors whose dtype is known.
 
-    Args:
-        wire: of the shape `[sum(lengths)]`, which the caller has checked.
-        dtype: dtype of the tensors.
-        lengths: number of elements of each slice.
-
-    Returns:
-        The slices one behind the other, 1-D; see `decode`.
-
-    Raises:
-        ProtocolViolationError: as `decode_as`.
+    `wire` has the shape `[sum(lengths)]`, which the caller has checked. Returns the slices one behind the other, 1-D;
+    raises a ProtocolViolationError as `decode`, or if they came uncompressed in another dtype.
     """
     codec = decoder(wire)
     if len(lengths) == 1 or codec.elementwise:
-        return decode_as(wire, dtype)
+        # Values of another dtype might not fit into this one.
+        if wire.compression == CompressionType.NONE and wire.dtype != dtype_name(dtype):
+            raise ProtocolViolationError(f"a tensor of {dtype_name(dtype)} was sent as {wire.dtype!r}")
+        return decode(wire)
     ends = list(accumulate((codec.nbytes((length,)) for length in lengths), initial=0))
     if len(wire.buffer) != ends[-1]:
         raise ProtocolViolationError(
@@ -484,11 +434,7 @@ def decode_slices(wire: WireTensor, dtype: torch.dtype, lengths: Sequence[int]) 
 
 
 def codec_of(compression: CompressionType, dtype: torch.dtype) -> Codec:
-    """The codec that encodes tensors of that dtype.
-
-    Raises:
-        TensorError: `dtype` cannot be averaged, or the compression is that of sparse tensors.
-    """
+    """The codec that encodes tensors of that dtype; a TensorError if they cannot be averaged, or are sparse."""
     name = dtype_name(dtype)
     if name not in _RAW:
         raise TensorError(f"{dtype} cannot be averaged; {', '.join(_RAW)} can")

@@ -33,14 +33,9 @@ WEIGHT_DTYPES = STATE_DTYPES | _by_name("float8_e4m3fn float8_e5m2")
 DTYPES = WEIGHT_DTYPES | _by_name("complex64 complex128")
 """All dtypes that can travel."""
 
-MAX_TENSORS = 100_000
-"""Tensors in one state."""
-
-MAX_DIMS = 64
-"""The limit of numpy and torch."""
-
-MAX_ELEMENTS = 1 << 40
-"""Far above any real tensor, and far below where the strides of a tensor overflow 64 bits."""
+MAX_TENSORS = 100_000  # in one state
+MAX_DIMS = 64  # the limit of numpy and torch
+MAX_ELEMENTS = 1 << 40  # far above any real tensor, and far below where the strides of a tensor overflow 64 bits
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -87,11 +82,8 @@ def objection_to(
 ) -> str | None:
     """Why a tensor cannot travel, as the part of a message that follows its name; None if it can.
 
-    Args:
-        tensor: the tensor, on any device.
-        dtypes: one of the tables of this file.
-        verb: verb of the message, such as `published`.
-        dtype: the dtype in which it travels; None for its own.
+    `dtypes` is one of the tables of this file, `verb` one such as `published`; it travels in `dtype`, by default its
+    own.
     """
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"has no dense values; only dense tensors can be {verb}"
@@ -101,11 +93,9 @@ def objection_to(
 
 
 def check_size(size: Sequence[int]) -> None:
-    """Checks a shape from the network.
+    """Checks the dimensions and elements of a shape from the network, or raises a ProtocolViolationError.
 
-    Raises:
-        ProtocolViolationError: a dimension is negative, or there are too many dimensions or elements. A dimension of 0
-            counts as 1, because the others can overflow the strides of an empty tensor too.
+    A dimension of 0 counts as 1, because the others can overflow the strides of an empty tensor too.
     """
     if len(size) > MAX_DIMS:
         raise ProtocolViolationError(f"a tensor has {len(size)} dimensions, more than the {MAX_DIMS} allowed")
@@ -121,14 +111,9 @@ def check_size(size: Sequence[int]) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorInfo], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Checks descriptions from another peer before memory is taken for the tensors.
+    """Checks descriptions from another peer before memory is taken for the tensors, or raises a ProtocolViolationError.
 
-    Args:
-        tensors: descriptions whose `dtype` may be anything.
-        dtypes: one of the tables of this file.
-
-    Raises:
-        ProtocolViolationError: there are too many, two have one name, or a dtype is unknown or a shape invalid.
+    Their `dtype` may be anything; `dtypes` is one of the tables of this file.
     """
     if len(tensors) > MAX_TENSORS:
         raise ProtocolViolationError(f"{len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
@@ -174,10 +159,8 @@ def chunks_of(wire: WireTensor, chunk_bytes: int) -> Iterator[WireTensor]:
 class TensorBuffer:
     """The bytes of one tensor, which arrive in order. Memory is taken as they arrive, not when they are announced.
 
-    Args:
-        nbytes: bytes of the whole tensor, as announced.
-        data: bytes that are here from an earlier transfer, to be continued; None if the bytes are counted and dropped.
-        chunks: number of messages in which the bytes come; None for any number.
+    It continues `data`, the bytes that are here from an earlier transfer; with None the bytes are counted and dropped.
+    With `chunks` they come in as many messages.
     """
 
     def __init__(self, nbytes: int, data: bytearray | None, chunks: int | None = None) -> None:
@@ -192,9 +175,7 @@ class TensorBuffer:
     def add(self, piece: Buffer) -> bool:
         """Appends the bytes of one message, and returns whether the tensor is complete.
 
-        Raises:
-            ProtocolViolationError: there are more or fewer bytes or messages than were announced.
-            BusyError: there is no memory for them.
+        There may be no more and no fewer bytes or messages than announced. A BusyError says that there is no memory.
         """
         self.filled += len(piece)
         if self._chunks is not None:

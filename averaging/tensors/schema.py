@@ -74,11 +74,9 @@ def describe(
     aggregation: Aggregation = MEAN,
     sparse: TopK | None = None,
 ) -> Schema:
-    """The schema of `tensors`.
+    """The schema of `tensors`, or a TensorError that names one that cannot be averaged.
 
-    Raises:
-        TensorError: a tensor cannot be averaged; the error names it.
-        ConfigError: the compression is TOP_K, and `sparse` is missing or excluded by another option.
+    With TOP_K it is a ConfigError if `sparse` is missing or excluded by another option.
     """
     if compression is CompressionType.TOP_K:
         _check_sparse(reply, aggregation, sparse)
@@ -91,11 +89,6 @@ def describe(
 
 
 def _check_sparse(reply: ReplyForm, aggregation: Aggregation, sparse: TopK | None) -> None:
-    """Checks that contributions in TOP_K can be averaged with these options.
-
-    Raises:
-        ConfigError: they cannot be.
-    """
     if sparse is None:
         raise ConfigError("compression='top_k' needs a TopK, which says how many elements of each block are sent")
     if aggregation != MEAN:
@@ -153,7 +146,6 @@ def _sparse_difference(ours: TopK | None, theirs: TopK | None) -> str:
 
 
 def _fraction(value: object) -> str:
-    """A density as it is usually given, such as 1/64; another value as it is."""
     if not isinstance(value, float):
         return str(value)
     fraction = Fraction(value).limit_denominator(1 << 16)

@@ -39,11 +39,10 @@ async def offload(action: Callable[[], T], nbytes: int) -> T:
 
 
 async def in_thread(action: Callable[[], T], give_up: Callable[[], bool] = lambda: False) -> T:
-    """Runs `action` in a thread. A thread cannot be cancelled, so a cancellation waits until `action` has returned.
+    """Runs `action` in a thread, with the caller's gradient and inference modes, which are per thread.
 
-    Args:
-        action: the function to run, with the caller's gradient and inference modes.
-        give_up: callback on cancellation. If it returns True, `action` has no effect any more and need not start.
+    A thread cannot be cancelled, so a cancellation waits until `action` has returned; unless `give_up` returns True
+    then: `action` has no effect any more and need not start.
     """
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # these are per thread
 
@@ -83,16 +82,9 @@ class Write(Enum):
 class SharedTensors:
     """Tensors that training and averaging share; any device, shape and memory layout.
 
-    Args:
-        tensors: the tensors, in the same order at all peers; a mapping gives them names. Some may share memory.
-        lock_of: other tensors whose lock guards these too; None creates a lock.
-
-    Attributes:
-        before_reading: callback under the lock before a round reads the tensors, which completes values that are under
-            way from a device; None if there are none.
-
-    Raises:
-        TensorError: `tensors` is empty.
+    They are in the same order at all peers; a mapping gives them names. Some may share memory. The lock of `lock_of`,
+    if there is one, guards these too. `before_reading` is called under the lock before a round reads the tensors, and
+    completes values that are under way from a device.
     """
 
     def __init__(
@@ -123,8 +115,7 @@ class SharedTensors:
     def locked(self, *, keep: bool = True) -> Iterator[list[torch.Tensor]]:
         """Yields the tensors for the application to read and write; blocks until the lock is free.
 
-        Args:
-            keep: whether the current contents must be preserved for readers; calls `before_application_writes`.
+        If the current contents must be preserved for readers, `keep`, it calls `before_application_writes`.
         """
         with self._lock:
             if keep:
@@ -157,14 +148,7 @@ class SharedTensors:
         """Runs `action` under the lock; in a thread if the lock is taken, `nbytes` is large or a device is involved.
 
         A cancellation prevents `action` from starting; if it has started, the cancellation waits until it has returned.
-
-        Args:
-            action: the function to run.
-            timeout: seconds to wait for the lock.
-            nbytes: number of bytes that `action` processes.
-
-        Raises:
-            RoundError: the lock was not free in time.
+        A RoundError says that the lock was not free within `timeout` seconds.
         """
         if not (takes_long(nbytes) or self.waits) and self._lock.acquire(blocking=False):
             try:
@@ -212,7 +196,6 @@ class SharedTensors:
         return self._host
 
     def _readable(self, index: int) -> torch.Tensor | None:
-        """A view of a contiguous tensor on the CPU; None of another one."""
         view = self._views[index]
         return None if view is None or is_on_device(view) else view
 
@@ -278,16 +261,11 @@ class SharedTensors:
         return iter(others)
 
     def copy_from(self, sources: Sequence[torch.Tensor]) -> None:
-        """Overwrites all tensors with `sources` of the same shapes. The caller holds the lock."""
         for tensor, source in zip(self.tensors, sources, strict=True):
             tensor.copy_(source)
 
     def check_finite(self) -> None:
-        """Checks for NaN and infinity.
-
-        Raises:
-            TensorError: a tensor contains one; the error names the tensor and the first index.
-        """
+        """Checks for NaN and infinity; the TensorError names the tensor and the first index."""
         self._for_reading()
         number = first_not_finite(self.tensors)
         if number is not None:
@@ -315,13 +293,7 @@ def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int | None = None) -> str:
-    """The XXH3 digest, 16 hex digits, of the concatenated bytes of dense tensors on any device.
-
-    Args:
-        tensors: the tensors in order.
-        start: first byte to include.
-        stop: one past the last byte; None for all.
-    """
+    """The XXH3 digest, 16 hex digits, of the bytes `start` to `stop` of concatenated dense tensors on any device."""
     digest = xxhash.xxh3_64()
     place = 0
     for tensor in tensors:
@@ -348,8 +320,7 @@ def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
 
 
-BATCH_BYTES = 1 << 20
-"""Small tensors are looked at together up to this size."""
+BATCH_BYTES = 1 << 20  # small tensors are looked at together up to this size
 
 OBJECTS_AT_ONCE = 256
 """Views of small tensors that exist at the same time. Python's garbage collector runs after every 700 new objects that
@@ -376,7 +347,6 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """The places of consecutive tensors of one dtype and device, up to `BATCH_BYTES` at a time if they are small."""
     batch: list[int] = []
     kind: tuple[torch.dtype, torch.device] | None = None
     nbytes = 0

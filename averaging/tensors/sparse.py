@@ -25,11 +25,8 @@ from averaging.tensors.manifest import check_size, view_bytes, view_memory
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-TILE = 64
-"""Rows and columns of a full block of a matrix."""
-
-BLOCK_ELEMENTS = TILE * TILE
-"""Elements of a full block, so that an index takes 12 bits."""
+TILE = 64  # rows and columns of a full block of a matrix
+BLOCK_ELEMENTS = TILE * TILE  # elements of a full block, so that an index takes 12 bits
 
 TOP_K_DTYPE = "top_k_float32"
 """The value of the tensor's `dtype` field on the wire."""
@@ -39,9 +36,7 @@ TOP_K_DTYPE = "top_k_float32"
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Blocks of one size, one after the other."""
-
+class BlockRun:  # blocks of one size, one after the other
     start: int  # first element, in tile order
     count: int  # number of blocks, at least 1
     size: int  # elements of each block
@@ -69,7 +64,6 @@ class BlockLayout:
 
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
-        """Runs of equal blocks, in tile order; none for a tensor without elements."""
         if len(self.shape) < 2:
             counts = [(self.numel // BLOCK_ELEMENTS, BLOCK_ELEMENTS), (1, self.numel % BLOCK_ELEMENTS)]
         else:
@@ -85,15 +79,14 @@ class BlockLayout:
     def _matrix(self) -> tuple[int, int]:
         return self.shape[0], prod(self.shape[1:])
 
+    # Both return new float32 tensors on the CPU: in tile order, 1-D; and in the shape of the tensor.
     def to_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in tile order: a new tensor, 1-D, float32, on the CPU."""
         flat = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         for there, here in self._regions(flat, tensor.detach()):
             there.copy_(here)
         return flat
 
     def from_blocks(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor of shape `shape` whose elements in tile order are `flat`: new, float32, on the CPU."""
         tensor = torch.empty(self.shape, dtype=torch.float32, device="cpu")
         for here, there in self._regions(flat, tensor):
             there.copy_(here)
@@ -118,13 +111,9 @@ class BlockLayout:
             top += down * height
 
     def cuts(self, elements_per_part: int) -> Iterator[tuple[int, int]]:
-        """Cuts the tensor into parts, each of whole blocks of one size.
+        """Cuts the tensor into parts, each of whole blocks of one size, of at most so many elements or a single block.
 
-        Args:
-            elements_per_part: most elements of a part; a single block may have more.
-
-        Yields:
-            The first element of each part and one past its last, in tile order.
+        Yields the first element of each part and one past its last, in tile order.
         """
         for run in self.runs:
             step = max(1, elements_per_part // run.size) * run.size
@@ -163,15 +152,9 @@ class SparseTensor:
 
     @classmethod
     def of(cls, flat: torch.Tensor, layout: BlockLayout, top_k: TopK) -> SparseTensor:
-        """Chooses the elements of a tensor and quantises them.
+        """Chooses the elements of a tensor, `flat` in tile order, 1-D, float32, on the CPU, and quantises them.
 
-        Args:
-            flat: the elements in tile order, 1-D, float32, on the CPU; not changed.
-            layout: the blocks of the tensor.
-            top_k: how many elements are kept, and with how many bits.
-
-        Raises:
-            TensorError: an element is NaN or infinite.
+        NaN or infinity is a TensorError.
         """
         chosen, kept = [_NO_INDICES], [_NO_VALUES]
         for blocks, count in _pieces(flat, layout, top_k):
@@ -221,7 +204,6 @@ class SparseTensor:
         return slice(self._kept_before(start), self._kept_before(stop))
 
     def _kept_before(self, position: int) -> int:
-        """Number of kept elements before an element that is the first of a block, or the end."""
         count = 0
         for run in self.layout.runs:
             if position < run.stop:
@@ -242,7 +224,6 @@ _NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _pieces(flat: torch.Tensor, layout: BlockLayout, top_k: TopK) -> Iterator[tuple[torch.Tensor, int]]:
-    """The blocks of a tensor, some at a time, shape (blocks, size); and how many elements of each are sent."""
     for run in layout.runs:
         blocks = flat[run.start : run.stop].view(run.count, run.size)
         for piece in torch.split(blocks, max(1, _AT_ONCE // run.size)):
@@ -276,18 +257,11 @@ def _rows_of_groups(size: int, k: int) -> int:
 
 
 def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assigns values to 2^bits bins, each represented by the mean of its values.
+    """Assigns 1-D, finite float32 values to 2^bits bins, at most 256, each represented by the mean of its values.
 
     The bins are 6·std / 2^bits wide, the one with the number 2^bits / 2 is centred at the mean of all values, and the
     first and the last bin are open. If there are at most 2^bits values, each has a bin of its own, so that nothing is
-    lost.
-
-    Args:
-        values: 1-D, float32, finite.
-        bits: at most 8.
-
-    Returns:
-        The means, float32, 0 for an empty bin, and the bin of each value, uint8.
+    lost. Returns the means, float32, 0 for an empty bin, and the bin of each value, uint8.
     """
     count, bins = len(values), 1 << bits
     if count <= bins:
@@ -305,7 +279,6 @@ def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def top_k_nbytes(numel: int, block_size: int, top_k: TopK) -> int:
-    """Bytes of a contribution to a part of whole blocks."""
     count = _kept_of(numel, block_size, top_k)
     if count < 1 << top_k.bits:
         return 4 * count + _index_bytes(count)
@@ -313,12 +286,7 @@ def top_k_nbytes(numel: int, block_size: int, top_k: TopK) -> int:
 
 
 def decode_top_k(wire: WireTensor, block_size: int, top_k: TopK) -> SparsePart:
-    """Decodes a part that `SparseTensor.wire` encoded.
-
-    Args:
-        wire: the part; its size must have been compared with that of the part.
-        block_size: elements of each of its blocks.
-        top_k: what the members of the round have alike.
+    """Decodes a part that `SparseTensor.wire` encoded, whose size was compared with that of the part.
 
     Raises:
         ProtocolViolationError: the part has another compression, dtype or size, the wrong length, indices that are out
@@ -396,18 +364,10 @@ _HEAD = np.dtype([("form", "u1"), ("count", "<u2")])  # of the contributions as 
 _FACTORS = np.dtype([("weight", "<f4"), ("scale", "<f4")])
 
 
-class EncodedUnion(NamedTuple):
-    """The encoded average of a part.
-
-    Attributes:
-        wire: the same bytes for all members.
-        part: what they decode.
-        loss: what was lost of the value of each element of `part`, 1-D, float32; None if nothing was.
-    """
-
-    wire: WireTensor
-    part: SparsePart
-    loss: torch.Tensor | None
+class EncodedUnion(NamedTuple):  # the average of a part
+    wire: WireTensor  # the same bytes for all members
+    part: SparsePart  # what they decode
+    loss: torch.Tensor | None  # what was lost of each element of `part`, 1-D, float32; None if nothing was
 
 
 def union_limit(numel: int, block_size: int, top_k: TopK, members: int) -> int:
@@ -422,14 +382,9 @@ def encode_union(
 ) -> EncodedUnion:
     """Encodes the mean of contributions to a part as they came, or as one union with coarser values.
 
-    Takes the form with the fewest bytes.
-
-    Args:
-        contributions: at least one, in the group's order.
-        block_size: elements of each block of the part.
-        top_k: what the members of the round have alike.
-        residual: what earlier replies have lost, of each element of the part, 1-D, float32; not changed. It is added
-            to the elements of a union, and ignored if the contributions are sent as they came.
+    Takes the form with the fewest bytes. The contributions, at least one, are in the group's order. `residual` is what
+    earlier replies have lost, of each element of the part, 1-D, float32; not changed. It is added to the elements of a
+    union, and ignored if the contributions are sent as they came.
     """
     mean = combine(contributions, top_k.mean_over)
     sizes = _union_sizes(mean.numel, block_size, len(mean.indices))
@@ -453,13 +408,7 @@ def encode_union(
 
 
 def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -> SparsePart:
-    """Decodes a reply of `encode_union`.
-
-    Args:
-        wire: the reply; its size must have been compared with that of the part.
-        block_size: elements of each block of the part.
-        top_k: what the members of the round have alike.
-        members: the most contributions that it may hold.
+    """Decodes a reply of `encode_union`, whose size was compared with that of the part, of at most so many members.
 
     Raises:
         ProtocolViolationError: the reply has another compression, dtype or size, an unknown form, the wrong length,
@@ -546,7 +495,6 @@ def _counts_and_indices(part: SparsePart, block_size: int) -> Bytes:
 
 
 def _read_indices(raw: Bytes, numel: int, block_size: int, most: int) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """The indices that `_counts_and_indices` packed, and what follows them."""
     blocks = numel // block_size
     if len(raw) < 2 * blocks:
         raise ProtocolViolationError("a reply in top_k ends before the numbers of its elements")
@@ -593,7 +541,6 @@ def _code_bytes(count: int, bits: int) -> int:
 
 
 def _checked_numel(wire: WireTensor, compression: CompressionType, block_size: int) -> int:
-    """The number of elements of a part, after a check of everything but its buffer."""
     check_size(wire.size)
     if (wire.compression, wire.dtype, len(wire.size)) != (compression, TOP_K_DTYPE, 1) or wire.size[0] % block_size:
         raise ProtocolViolationError(
@@ -637,11 +584,6 @@ def _pack_indices(indices: npt.NDArray[np.int16]) -> Bytes:
 
 
 def _unpack_indices(packed: Bytes, starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    """The indices within the part.
-
-    Raises:
-        ProtocolViolationError: an index is out of range, or an element of a block comes twice or after a later one.
-    """
     pairs = np.zeros(((len(starts) + 1) // 2, 4), dtype=np.uint8)
     whole = packed if len(packed) % 3 == 0 else np.append(packed, np.uint8(0))
     pairs[:, :3] = whole.reshape(-1, 3)

@@ -32,11 +32,8 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 def host_memory(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """New contiguous tensors of zeros on the CPU, in one page-locked piece if they are for CUDA.
 
-    The piece is as long as it must be, while torch's own allocator takes the next power of two.
-
-    Args:
-        tensors: tensors of the shapes, on the devices with which elements are exchanged.
-        dtypes: one for each.
+    They have the shapes of `tensors`, which are on the devices with which elements are exchanged. The piece is as long
+    as it must be, while torch's own allocator takes the next power of two.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         pairs = zip(tensors, dtypes, strict=True)
@@ -92,14 +89,10 @@ def finish(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class HostCopies:
-    """Copies of tensors on the host, which are made again and again in the same memory.
+    """Copies of tensors on the host, in their shapes, which are made again and again in the same memory.
 
-    Args:
-        tensors: contiguous or not, on any device; those on the CPU are copied at once.
-        into: contiguous tensors on the CPU of the same shapes; None takes new memory.
-
-    Attributes:
-        copies: in the shapes of the tensors.
+    The tensors are contiguous or not, on any device; those on the CPU are copied at once. `into` has contiguous tensors
+    on the CPU of the same shapes; None takes new memory.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> None:
@@ -112,9 +105,8 @@ class HostCopies:
     def begin(self, *, keep: bool = False) -> None:
         """Begins to copy what the caller's thread has had the devices compute so far.
 
-        Args:
-            keep: whether the tensors may be written from now on: then the device keeps what they hold until it has
-                arrived. Otherwise nobody may write them before `wait` returns.
+        With `keep` the tensors may be written from now on: the device keeps what they hold until it has arrived.
+        Otherwise nobody may write them before `wait` returns.
         """
         self._chunks = {}
         on_cuda: dict[torch.device, list[int]] = {}
@@ -148,7 +140,6 @@ class HostCopies:
             compute.wait_stream(side)
 
     def has(self, number: int, stop: int) -> bool:
-        """Whether the elements of a tensor before `stop` have arrived."""
         arrived = self._arrival(number, stop)
         return arrived is None or bool(arrived.query())  # type: ignore[no-untyped-call]
 
@@ -175,19 +166,13 @@ class HostCopies:
 
 
 def copy_to_host(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    """Overwrites tensors of the same shapes on the CPU, and returns when they are complete."""
     copies = HostCopies(tensors, [target.detach() for target in into])
     copies.begin()
     copies.wait()
 
 
 class StagedTensor:
-    """The elements of a tensor on the host, 1-D, of which the first may be read while the last are copied.
-
-    Args:
-        copies: the copies, after `begin`.
-        number: of the tensor.
-    """
+    """A tensor of `copies` on the host, 1-D, of which the first elements may be read while the last are copied."""
 
     def __init__(self, copies: HostCopies, number: int) -> None:
         self._copies, self._number = copies, number

@@ -55,18 +55,13 @@ class AveragingService(Protocol):
     def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         """Yields the last committed state in chunks; nothing if it is not shared.
 
-        Args:
-            resume: the part that the caller has already. It is skipped if the states agree.
-            caller: identifies the calling host; the same for all its connections.
+        The part that the caller has already, `resume`, is skipped if the states agree. `caller` is the calling host.
         """
 
     def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
-        """Returns the identity and present activity of this peer.
+        """The identity and present activity of this peer, with its latest `receipts` of rounds after `after_round`.
 
-        Args:
-            receipts: how many receipts it contains at most.
-            after_round: only receipts of later rounds.
-            peers: whether it names the known peers.
+        It names the known `peers` if it is asked to.
         """
 
     def get_schema(self) -> Schema:
@@ -207,25 +202,14 @@ class KeyValueStore(Protocol):
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
         """Writes values under a lease, and deletes the keys whose value is None, in one step; returns its revision.
 
-        Raises:
-            LeaseEndedError: there is no such lease any more; nothing was changed.
+        A LeaseEndedError says that there is no such lease any more, and that nothing was changed.
         """
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
-        """Returns at most `limit` values whose keys begin with `prefix`, in the order of their keys.
-
-        Args:
-            prefix: what the keys begin with.
-            limit: maximum number of values.
-            start: the first key that is returned, if it exists; empty for the first of all.
-        """
+        """Returns at most `limit` values whose keys begin with `prefix`, in their order, from the key `start` on."""
 
     def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
-        """Yields each change under `prefix` since the revision `after`, without end. May yield no changes at times.
-
-        Raises:
-            CompactedError: the store has forgotten changes since then.
-        """
+        """Yields each change under `prefix` since the revision `after`, without end. May yield no changes at times."""
 
     async def close(self) -> None:
         """Ends the connections to the store."""

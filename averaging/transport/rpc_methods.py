@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError
 
 from averaging.errors import ConfigError, ProtocolViolationError
 
-DEFAULT_REQUEST_BYTES = 64 << 10
-"""Default maximum size of a request."""
+DEFAULT_REQUEST_BYTES = 64 << 10  # default maximum size of a request
 
 RESERVED = (
     "grpc.",
@@ -53,8 +52,7 @@ class MessageType(Protocol[Content]):
         ...
 
 
-def parse(kind: MessageType[Content], raw: bytes) -> Content:
-    """Decodes a message of another peer; raises a ProtocolViolationError if it is none."""
+def parse(kind: MessageType[Content], raw: bytes) -> Content:  # of a message of another peer
     try:
         return kind.FromString(raw)
     except DecodeError:
@@ -64,8 +62,6 @@ def parse(kind: MessageType[Content], raw: bytes) -> Content:
 
 @dataclass(frozen=True, slots=True)
 class RpcCaller:
-    """Who calls."""
-
     host: str = ""  # Address of the caller, without the port. Several processes may share it.
     connection: str = ""  # the connection over which it calls
     # metadata of the call; two calls over one connection are equal without it
@@ -126,11 +122,9 @@ class RpcMethod(Generic[Request, Reply]):
         return self.path.split("/")[2]
 
     def read_request(self, raw: bytes) -> Request:
-        """Decodes a request of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.request, self._short(raw, self.max_request_bytes))
 
     def read_reply(self, raw: bytes) -> Reply:
-        """Decodes a reply of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.reply, self._short(raw, self.max_reply_bytes))
 
     def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:
@@ -182,7 +176,6 @@ class RpcService(Protocol):
 
 
 def handlers_of(services: Iterable[RpcService], present: Iterable[RpcHandler] = ()) -> list[RpcHandler]:
-    """The handlers of all services, after those that are present."""
     handlers = [*present, *(handler for service in services for handler in service.rpc_handlers())]
     paths: set[str] = set()
     for path in (handler.method.path for handler in handlers):

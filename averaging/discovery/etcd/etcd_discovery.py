@@ -44,18 +44,8 @@ class EtcdDiscovery(RecordDiscovery):
     """Implements `discovery.base.Discovery`. Entering it joins the run; leaving it withdraws this peer's records.
 
     It is also the `GossipService` of a peer that does not gossip: it tells peers that do so that their run is another.
-
-    Args:
-        run_id: records of other runs are neither read nor accepted.
-        endpoint: this peer's name, from `transport.bind()`.
-        store: the cluster, which is closed when this peer leaves.
-        identity: the key that owns this peer's records; a new one by default.
-        tokens: the run's tokens, with which the records are sealed.
-        clock: seconds since the epoch.
-        rng: spreads retries and renewals.
-
-    Raises:
-        ConfigError: `endpoint` is malformed.
+    Records of other runs are neither read nor accepted; those of this peer belong to `identity`, a new key by default,
+    and are sealed with the run's `tokens`. The `store` is closed when this peer leaves.
     """
 
     def __init__(
@@ -90,11 +80,7 @@ class EtcdDiscovery(RecordDiscovery):
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> Self:
-        """The discovery of a peer with these options, in the cluster that they name.
-
-        Raises:
-            ConfigError: a file with certificates is unreadable.
-        """
+        """The discovery of a peer with these options, in the cluster that they name."""
         # The run's tokens only seal the records: they are not sent to etcd.
         channels = [RpcChannel(member, credentials=Credentials(tls=credentials.tls)) for member in config.etcd]
         settings = EtcdSettings(name=config.discovery, join_timeout=config.join_timeout)
@@ -123,7 +109,7 @@ class EtcdDiscovery(RecordDiscovery):
         if followed is not None:
             followed.readers += 1
         try:
-            async with aclosing(self._records.watch(key)) as changes:
+            async with aclosing(super().watch(key)) as changes:
                 async for entries in changes:
                     yield entries
         finally:
@@ -143,7 +129,6 @@ class EtcdDiscovery(RecordDiscovery):
     # GossipService: the calls of peers that gossip, whose run is another one
 
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """Refuses."""
         raise self._no_gossip()
         yield
 
@@ -151,7 +136,6 @@ class EtcdDiscovery(RecordDiscovery):
         raise self._no_gossip()
 
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Refuses."""
         raise self._no_gossip()
         yield
 
@@ -242,9 +226,9 @@ class EtcdDiscovery(RecordDiscovery):
         return FollowedKey(self._access, self._layout, self._records, key, self._endpoint, most, self._note_fresh)
 
     def _note_fresh(self, record: Record) -> None:
-        """A record that another peer has written just now: its version is the time by that peer's clock."""
         if record.owner != self._author.owner:
-            # How long it was on its way is unknown, so this shows only that a clock is ahead.
+            # Its version is the time by that peer's clock. How long it was on its way is unknown, so this shows only
+            # that a clock is ahead.
             moment = asyncio.get_running_loop().time()
             self._offsets.note(record.subkey, record.version / 1e6, self._clock(), math.inf, moment)
 
@@ -259,12 +243,10 @@ class EtcdDiscovery(RecordDiscovery):
             self._neighbours.read_soon()  # it may have left
 
     def _holds(self) -> bool:
-        """Whether expired records stay: etcd does not answer, so their owners cannot renew them."""
-        lost = self._access.lost_seconds
+        lost = self._access.lost_seconds  # while etcd does not answer, owners cannot renew their records
         return lost is not None and lost < self._settings.hold
 
     async def _delete_expired(self) -> None:
-        """Ends what has lapsed: keys that nobody reads, and this peer's records that have expired."""
         while True:
             await asyncio.sleep(EXPIRED_AFTER * self._access.rng.uniform(0.5, 1.0))
             now = asyncio.get_running_loop().time()

@@ -36,18 +36,13 @@ class RefusedValueError(Exception):
 
 
 class RecordLayout:
-    """Names and encodes the records of one run.
-
-    Args:
-        tokens: the run's tokens: the first seals, all are accepted. Without any nothing is sealed.
-    """
+    """Names and encodes the records of one run. Its first token seals, all are accepted; without any nothing is."""
 
     def __init__(self, run_id: str, tokens: Sequence[str] = ()) -> None:
         self._run_id = run_id
         self._keys = tuple(token.encode() for token in tokens)
 
     def prefix(self, *names: str) -> bytes:
-        """What the keys begin with of all records of the run, under a key, or under a key and subkey."""
         quoted = [quote(name, safe=":.[]@+~", errors="surrogatepass") for name in (self._run_id, *names)]
         return "/".join([ROOT, *quoted, ""]).encode()
 
@@ -59,11 +54,7 @@ class RecordLayout:
         return _SEALED + _mac(self._keys[0], body) + body if self._keys else _PLAIN + body
 
     def unpack(self, value: bytes) -> Record:
-        """The record in a value. Its signature is not checked.
-
-        Raises:
-            RefusedValueError: it is none, or is not sealed with a token of the run.
-        """
+        """The record in a value, whose signature is not checked; or raises a RefusedValueError."""
         if len(value) > MAX_VALUE:
             raise RefusedValueError(Reason.OVERSIZED)
         kind, body = value[:1], value[1:]
@@ -140,7 +131,6 @@ class EtcdAccess:
             )
 
     def explain(self) -> str:
-        """Since when it has not answered, and what to do; empty if it answers."""
         if (seconds := self.lost_seconds) is None:
             return ""
         return f"has not answered for {seconds:.0f} s ({self._reason}); check that a majority of it is up"

@@ -17,11 +17,8 @@ from averaging.transport import CompactedError, LeaseEndedError, StoredValue
 
 logger = logging.getLogger(__name__)
 
-PAGE = 256
-"""Values that are read with one call."""
-
-MIN_POLL = 1.0
-"""Seconds between two reads of a key that is not watched."""
+PAGE = 256  # values that are read with one call
+MIN_POLL = 1.0  # seconds between two reads of a key that is not watched
 
 FRESH_SECONDS = 1.0
 """Events so soon after a watch began may be old ones that were missed, so they say nothing of their owners' clocks."""
@@ -56,13 +53,11 @@ class FollowedKey:
         self.loaded = asyncio.Event()
 
     async def until_loaded(self) -> None:
-        """Waits until the records are there, at most for `EtcdSettings.wait`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._access.settings.wait):
                 await self.loaded.wait()
 
     async def run(self) -> None:
-        """Reads and watches, until cancelled."""
         backoff = self._access.backoff()
         while True:
             try:
@@ -102,7 +97,6 @@ class FollowedKey:
         self._soon.set()
 
     def forget(self) -> None:
-        """Forgets the records of other peers, which nobody reads any more."""
         for record in self._held.values():
             self._records.forget(record, notify=False)
         self._held.clear()
@@ -192,15 +186,9 @@ class OwnRecords:
             self.delete(key)
 
     async def connect(self) -> None:
-        """Gets the first lease.
-
-        Raises:
-            AveragingError: etcd does not answer, or refuses.
-        """
         self._lease = await self._store.grant(self._access.settings.lease)
 
     async def write(self) -> None:
-        """Writes what is pending, until cancelled."""
         backoff = self._access.backoff()
         while True:
             self._wake.clear()
@@ -219,7 +207,6 @@ class OwnRecords:
                 backoff.reset()
 
     async def renew(self) -> None:
-        """Renews the lease, until cancelled."""
         while True:
             await asyncio.sleep(self._access.settings.renew * self._access.rng.uniform(0.8, 1.0))
             if self._lease is None:
@@ -234,7 +221,6 @@ class OwnRecords:
                 self._note_lease_end()
 
     async def withdraw_all(self) -> None:
-        """Ends the lease, with all that was written, if etcd answers in time."""
         self._kept.clear()
         self._pending.clear()
         lease, self._lease = self._lease, None

@@ -52,14 +52,12 @@ class GossipSettings:
 
 @dataclass(frozen=True, slots=True)
 class GossipAccess:
-    """One peer's access to the others; `clock` returns seconds since the epoch, `rng` picks members and intervals."""
-
     run_id: str
     endpoint: str
     transport: Transport
     settings: GossipSettings
-    clock: Callable[[], float]
-    rng: random.Random
+    clock: Callable[[], float]  # seconds since the epoch
+    rng: random.Random  # picks members and intervals
 
     @property
     def is_client(self) -> bool:

@@ -36,17 +36,12 @@ class AntiEntropy:
         self._store, self._merge, self._rumours, self._offsets = store, merge, rumours, offsets
 
     def digest(self, *, complete: bool) -> Digest:
-        """The digest of this peer's table; only its hash unless `complete`."""
         table, name = self._store.table(), "" if self._access.is_client else self._access.endpoint
         entries = tuple(table.versions().items()) if complete else ()
         return Digest(self._access.run_id, name, table.state_hash, entries, complete, self._access.clock())
 
     async def compare(self, endpoint: str) -> None:
-        """Exchanges records with `endpoint`: first the hashes, then, if they differ, the digests.
-
-        Raises:
-            TransportError, ProtocolViolationError, TimeoutError: the call failed.
-        """
+        """Exchanges records with `endpoint`: first the hashes, then, if they differ, the digests."""
         async with asyncio.timeout(self._settings.exchange_timeout):
             wanted = await self._ask(endpoint, self.digest(complete=False))
             if wanted is None:
@@ -184,7 +179,6 @@ class Maintenance:
                     self._merge(record, endpoint)
 
     async def _try_exchange(self, endpoint: str) -> bool:
-        """Compares records with `endpoint`; returns whether it has answered."""
         try:
             await self._anti_entropy.compare(endpoint)
         except CALL_FAILURES as error:

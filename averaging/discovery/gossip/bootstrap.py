@@ -28,9 +28,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """The state of joining while no seed has answered."""
-
+class Waiting:  # for an answer of a seed
     seconds: float  # since it began
     timeout: float  # seconds after which it fails
     reasons: Mapping[str, str]  # for each seed, why it has not answered
@@ -79,9 +77,8 @@ class Bootstrap:
     async def join(self, spawn: Spawn, on_waiting: Callable[[Waiting], None] | None) -> None:
         """Returns as soon as one seed has answered; tasks that `spawn` creates go on calling the others.
 
-        Raises:
-            JoinError: all have refused, and would do so again; or none has answered in time, in which this peer itself
-                did not stand still.
+        A JoinError says that all have refused, and would do so again; or that none has answered in time, in which this
+        peer itself did not stand still.
         """
         if self._seeds.sources:
             spawn(self._look_up_until_done(spawn))
@@ -137,7 +134,7 @@ class Bootstrap:
             await _is_set_within(backoff.next_delay(), self._done)
 
     def _note_own(self) -> None:
-        """Ends `join` as if this peer had been given no seeds, if it alone is named."""
+        # If this peer alone is named, `join` ends as if it had been given no seeds.
         named_alone = not self._seeds.failures and self._own >= self._reasons.keys()
         self.joined_itself = named_alone and not self._access.is_client
         self._finish_if_settled(answered=self.joined_itself)

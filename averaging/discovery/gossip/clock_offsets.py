@@ -11,14 +11,9 @@ from averaging.discovery.gossip.record import MAX_VERSION
 
 logger = logging.getLogger(__name__)
 
-MAX_CLOCKS = 256
-"""Peers whose clocks are remembered; beyond this, the one that was heard longest ago is forgotten."""
-
-STALE_SECONDS = 600.0
-"""Seconds after which an offset is no longer used, and after which it is logged again."""
-
-MAX_WARNINGS = 5
-"""Warnings within `STALE_SECONDS`. A peer whose own clock is wrong would warn of all others."""
+MAX_CLOCKS = 256  # peers whose clocks are remembered; beyond this, the one that was heard longest ago is forgotten
+STALE_SECONDS = 600.0  # seconds after which an offset is no longer used, and after which it is logged again
+MAX_WARNINGS = 5  # warnings within `STALE_SECONDS`. A peer whose own clock is wrong would warn of all others.
 
 MAX_CORRECTION = 30.0
 """Seconds by which this peer's clock is corrected at most. With clocks that differ more no group is found anyway."""
@@ -42,14 +37,10 @@ class ClockOffsets:
         self._warned: dict[str, float] = {}
 
     def note(self, endpoint: str, theirs: float, now: float, elapsed: float, moment: float) -> None:
-        """A peer has sent the time by its clock.
+        """A peer has sent the time by its clock, `theirs`, which arrived at `now`, both in seconds since the epoch.
 
-        Args:
-            endpoint: that peer.
-            theirs: its clock, in seconds since the epoch; impossible values are ignored.
-            now: this peer's clock at the arrival, in seconds since the epoch.
-            elapsed: maximum seconds since that peer read its clock: the time since this peer's question.
-            moment: the event loop's time.
+        It read its clock at most `elapsed` seconds before: the time since this peer's question. `moment` is the event
+        loop's time.
         """
         if not 0 < theirs <= MAX_VERSION / 1e6:
             return
@@ -90,7 +81,6 @@ class ClockOffsets:
         return {name: each for name, each in self._estimates.items() if moment - each.moment <= STALE_SECONDS}
 
     def _excess(self, estimate: _Estimate) -> float:
-        """Seconds by which a clock is ahead, negative if behind; 0 if it may be within the tolerance."""
         if estimate.lower > self._tolerance:
             return estimate.lower
         return estimate.upper if estimate.upper < -self._tolerance else 0.0

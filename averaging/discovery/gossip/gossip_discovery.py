@@ -35,8 +35,7 @@ from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-WARNING_PERIOD = 10.0
-"""Seconds between two warnings that other peers refuse this peer's records."""
+WARNING_PERIOD = 10.0  # seconds between two warnings that other peers refuse this peer's records
 
 UNREACHED_ANSWERS = 30
 """Answers in a row without a call from another peer, after which this peer warns. Each peer calls a random one every
@@ -51,24 +50,10 @@ class GossipDiscovery(RecordDiscovery):
     """Implements `discovery.base.Discovery`, and `transport.base.GossipService` for other peers.
 
     Serve it before it is entered: peers that join each other must be able to answer while they join. Entering it joins
-    the run; leaving it withdraws this peer's records. It can be entered once.
-
-    Args:
-        run_id: peers of other runs are refused.
-        endpoint: this peer's name, from `transport.bind()`.
-        transport: calls other peers.
-        join: endpoints of any peers of the run, the seeds, or `Seeds` with sources, which are asked while this peer
-            joins, and again while it is alone. With none, or only this peer's own, it starts a run.
-        identity: the key that owns this peer's records; a new one by default.
-        clock: seconds since the epoch.
-        rng: picks members and intervals.
-        settings: the constants of gossip.
-
-    Attributes:
-        on_joining: callback after a second, and then at growing intervals, while no seed has answered.
-
-    Raises:
-        ConfigError: `endpoint` is malformed, or a client has no seeds.
+    the run; leaving it withdraws this peer's records. It can be entered once. `join` are endpoints of any peers of the
+    run, the seeds, or `Seeds` with sources, which are asked while this peer joins, and again while it is alone. With
+    none, or only this peer's own, it starts a run; a client needs one. `on_joining` is called after a second, and then
+    at growing intervals, while no seed has answered.
     """
 
     def __init__(
@@ -131,7 +116,6 @@ class GossipDiscovery(RecordDiscovery):
         )
 
     def _explain_isolation(self) -> str:
-        """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""
         if self._seeds.sources:
             why = "" if self._members.seeds else self._seeds.findings
         elif self._bootstrap.joined_itself or (self._joins_own_address and not self._members.seeds):
@@ -208,7 +192,6 @@ class GossipDiscovery(RecordDiscovery):
             self._spawn(self._bootstrap.look_up_while_alone())
 
     async def _leave(self) -> None:
-        """Sends the withdrawals within `leave_timeout`."""
         try:
             for withdrawal in self._records.withdraw_all():
                 self._publish(withdrawal)
@@ -246,10 +229,7 @@ class GossipDiscovery(RecordDiscovery):
         return self._records.write(self._peers_key, self._endpoint, b"", self._clock() + self._settings.peer_lifetime)
 
     async def _renew_presence(self) -> None:
-        """Renews this peer's presence record before it expires.
-
-        Exchanges spread it. If this peer stood still for so long that the record has expired, a rumour does.
-        """
+        # Exchanges spread it. If this peer stood still for so long that the record has expired, a rumour does.
         while True:
             await asyncio.sleep(self._settings.peer_refresh * self._access.rng.uniform(0.9, 1.0))
             if self._leaving:
@@ -278,7 +258,6 @@ class GossipDiscovery(RecordDiscovery):
             )
 
     def _on_refused(self, endpoint: str, refusals: tuple[Refusal, ...]) -> None:
-        """Logs a warning if another peer has refused a record of this peer."""
         now = self._clock()
         for refusal in refusals:
             own = self._records.table().claim(refusal.key, refusal.subkey, self._author.owner)
@@ -294,7 +273,6 @@ class GossipDiscovery(RecordDiscovery):
                 )
 
     def _hint(self) -> str:
-        """Sentences about what may be the cause if no seed answers; empty if there is nothing to say."""
         elsewhere = not all(is_loopback(parse_address(seed)[0]) for seed in self._members.seeds)
         proxies = ignored_proxies() if elsewhere else ""
         offsets = self._offsets.excessive(asyncio.get_running_loop().time())

@@ -28,12 +28,10 @@ RING = 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class BroadcastBranch:
-    """A range of the ring, ends included, and the peers that can serve it, in the order in which to try them."""
-
+class BroadcastBranch:  # a range of the ring, ends included
     start: int
     end: int
-    candidates: tuple[str, ...]
+    candidates: tuple[str, ...]  # the peers that can serve it, in the order in which to try them
 
 
 @lru_cache(maxsize=16384)
@@ -65,7 +63,6 @@ class BroadcastRing:
         return self._places[index][1]
 
     def add(self, endpoint: str) -> None:
-        """Adds a peer, unless it is on the ring."""
         number = peer_hash(endpoint)
         if not self.within(number, number):
             insort(self._places, (number, endpoint))
@@ -135,7 +132,7 @@ class Membership:
     ) -> None:
         self._endpoint, self._rng, self._settings = access.endpoint, access.rng, access.settings
         self._is_client, self._on_refused = access.is_client, on_refused
-        self._seeds: tuple[str, ...] = ()
+        self.seeds: tuple[str, ...] = ()
         self._ring = BroadcastRing()
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
@@ -146,13 +143,9 @@ class Membership:
         self.set_seeds(seeds)
         self.stream_source: str | None = None  # the member whose stream this peer reads, if it is a client
 
-    @property
-    def seeds(self) -> tuple[str, ...]:
-        return self._seeds
-
     def set_seeds(self, seeds: Iterable[str]) -> None:
-        self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != self._endpoint))
-        self._joined_seeds.intersection_update(self._seeds)
+        self.seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != self._endpoint))
+        self._joined_seeds.intersection_update(self.seeds)
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -162,7 +155,7 @@ class Membership:
         self._note_life(endpoint)
         if endpoint in self._ring:
             return
-        if endpoint in self._seeds:
+        if endpoint in self.seeds:
             self._joined_seeds.add(endpoint)
         self._lost.pop(endpoint, None)
         if endpoint != self._endpoint and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX):
@@ -188,12 +181,10 @@ class Membership:
 
     @property
     def lost(self) -> Set[str]:
-        """The members that seem to be gone: their record has expired lately, or they have refused a connection."""
         return self._lost.keys() | self._refusing
 
     def note_call(self, endpoint: str, now: float) -> None:
-        """`endpoint` has called this peer, so it is up."""
-        self._note_life(endpoint)
+        self._note_life(endpoint)  # it is up
         if endpoint in self._failures:
             self._callers[endpoint] = now
 
@@ -213,7 +204,7 @@ class Membership:
             self._refusing.discard(endpoint)
         elif endpoint in self._ring or endpoint in self._lost or endpoint in self._joined_seeds:
             self._refusing.add(endpoint)
-        if endpoint in self._ring or endpoint in self._seeds or endpoint in self._lost:
+        if endpoint in self._ring or endpoint in self.seeds or endpoint in self._lost:
             self._failures[endpoint] = now, why
         if refused and endpoint in self._ring:
             self._on_refused(endpoint)
@@ -226,7 +217,7 @@ class Membership:
         self._failures = {
             name: (when, why)
             for name, (when, why) in self._failures.items()
-            if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
+            if now - when < _FAILURE_SECONDS and (name in self._ring or name in self.seeds or name in self._lost)
         }
         self._callers = {name: when for name, when in self._callers.items() if now - when < _FAILURE_SECONDS}
         gone = {name for name in self._refusing if name not in self._ring and name not in self._callers}
@@ -241,7 +232,6 @@ class Membership:
         return self._ring[self._rng.randrange(len(self._ring))] if len(self._ring) else None
 
     def pick_stream_source(self, now: float) -> str | None:
-        """The member whose stream a client should read: a random one, or any peer that may be up."""
         if len(self._suspects) < len(self._ring):
             return self.pick()
         others = [*self._suspects, *self.pick_missing(now)]
@@ -253,12 +243,11 @@ class Membership:
         return self._rng.sample([*self._suspects, *lost], min(len(self._suspects) + len(lost), _LOST_AT_ONCE))
 
     def pick_missing(self, now: float) -> list[str]:
-        """The peers to try again: seeds that are not members, and a few of the lost members."""
         self._lost = {name: since for name, since in self._lost.items() if now - since < self._settings.retry_lost}
         known = self._lost.keys() | self._joined_seeds
         self._refusing = {name for name in self._refusing if name in self._ring or name in known}
         lost = self._rng.sample(list(self._lost), min(len(self._lost), _LOST_AT_ONCE))
-        return list(dict.fromkeys([*(seed for seed in self._seeds if seed not in self._ring), *lost]))
+        return list(dict.fromkeys([*(seed for seed in self.seeds if seed not in self._ring), *lost]))
 
     def branches(self, start: int, end: int, fanout: int) -> list[BroadcastBranch]:
         """How this peer reaches [start, end], see `BroadcastRing.branches`. A client has one member do it."""
@@ -266,4 +255,4 @@ class Membership:
             return self._ring.branches(self._endpoint, start, end, fanout, self._suspects)
         names = sorted((name for _, name in self._ring.within(1, RING - 1)), key=lambda name: name in self._suspects)
         first = () if self.stream_source is None else (self.stream_source,)
-        return [BroadcastBranch(1, RING - 1, tuple(dict.fromkeys((*first, *names, *self._seeds))))]
+        return [BroadcastBranch(1, RING - 1, tuple(dict.fromkeys((*first, *names, *self.seeds))))]

@@ -17,15 +17,9 @@ from averaging.discovery import MAX_LIFETIME, MAX_VALUE_BYTES
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
 
-MAX_NAME_BYTES = 256
-"""Longest key and longest subkey, in bytes of UTF-8."""
-
-OWNER_BYTES = 32
-"""Length of an owner's public key."""
-
-MAX_VERSION = 2**63 - 1
-"""Versions are microseconds since the epoch, so this is some 290,000 years ahead."""
-
+MAX_NAME_BYTES = 256  # longest key and longest subkey, in bytes of UTF-8
+OWNER_BYTES = 32  # length of an owner's public key
+MAX_VERSION = 2**63 - 1  # versions are microseconds since the epoch, so this is some 290,000 years ahead
 _SIGNED_DOMAIN = b"averaging.v1.Record"  # so that the signature is valid in no other protocol
 _NUMBERS = struct.Struct("<QQd?")
 
@@ -56,7 +50,7 @@ class Reason(StrEnum):
 
 
 def record_id(key: str, subkey: str, owner: bytes) -> int:
-    """64-bit hash of the fields that all versions of a record share."""
+    # All versions of a record share these fields.
     key_bytes, subkey_bytes = key.encode(), subkey.encode()
     packed = b"%d:%b%d:%b%b" % (len(key_bytes), key_bytes, len(subkey_bytes), subkey_bytes, owner)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
@@ -98,9 +92,7 @@ def refusal_reason(record: Record, now: float, limits: RecordLimits) -> Reason |
 class Identity(Protocol):
     """Signs this peer's records and verifies all others. All peers of a run use the same kind."""
 
-    @property
-    def owner(self) -> bytes:
-        """The public key, 32 bytes."""
+    owner: bytes  # the public key, 32 bytes
 
     def sign(self, run_id: str, record: Record) -> bytes:
         """This peer's signature of `record`; the `signature` field of that is ignored."""
@@ -110,25 +102,16 @@ class Identity(Protocol):
 
 
 class Ed25519Identity:
-    """A key pair; a new one unless `private_key` (32 bytes) is given."""
-
     def __init__(self, private_key: bytes | None = None) -> None:
-        if private_key is None:
-            self._key = Ed25519PrivateKey.generate()
-        else:
-            self._key = Ed25519PrivateKey.from_private_bytes(private_key)
-        self._owner = self._key.public_key().public_bytes_raw()
-
-    @property
-    def owner(self) -> bytes:
-        return self._owner
+        generate, load = Ed25519PrivateKey.generate, Ed25519PrivateKey.from_private_bytes
+        self._key = generate() if private_key is None else load(private_key)
+        self.owner = self._key.public_key().public_bytes_raw()
 
     def sign(self, run_id: str, record: Record) -> bytes:
         return self._key.sign(signed_bytes(run_id, record))
 
     def verify(self, run_id: str, record: Record) -> bool:
-        """Whether `record` is signed by its owner. False if the owner is not a valid key."""
-        try:
+        try:  # the owner may be no valid key
             key = Ed25519PublicKey.from_public_bytes(record.owner)
             key.verify(record.signature, signed_bytes(run_id, record))
         except (InvalidSignature, ValueError):
@@ -140,11 +123,7 @@ class UnsignedIdentity:
     """Signs nothing and accepts every record: for large simulations, and for peers in one process."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._owner = rng.randbytes(OWNER_BYTES)
-
-    @property
-    def owner(self) -> bytes:
-        return self._owner
+        self.owner = rng.randbytes(OWNER_BYTES)
 
     def sign(self, run_id: str, record: Record) -> bytes:
         return b""
@@ -158,18 +137,11 @@ class Author:
 
     Versions are microseconds since the epoch, and always larger than the last one. So they grow even if the clock is
     set back.
-
-    Args:
-        limits: bounds of the records that other peers accept.
     """
 
     def __init__(self, run_id: str, identity: Identity, limits: RecordLimits) -> None:
-        self._run_id, self._identity, self._limits = run_id, identity, limits
+        self._run_id, self._identity, self._limits, self.owner = run_id, identity, limits, identity.owner
         self._last_version = 0
-
-    @property
-    def owner(self) -> bytes:
-        return self._identity.owner
 
     def verify(self, record: Record) -> bool:
         return self._identity.verify(self._run_id, record)
@@ -184,8 +156,7 @@ class Author:
     ) -> Record:
         """A record with `value`; `previous` is this owner's last record there that has not expired, if any.
 
-        Raises:
-            DiscoveryError: other peers would refuse it; see `Discovery.store`.
+        A DiscoveryError says that other peers would refuse it; see `Discovery.store`.
         """
         draft = Record(key, subkey, value, 1, expiration, owner=self.owner, claimed=1)
         reason = refusal_reason(draft, now, self._limits)

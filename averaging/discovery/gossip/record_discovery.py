@@ -71,7 +71,7 @@ class RecordDiscovery(ABC):
         return self._records.table().read(key)
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        return self._records.watch(key)
+        return self._records.watchers.watch(key)
 
     def knows(self, endpoint: str) -> bool:
         return self._records.table().has_subkey(endpoint)
@@ -92,11 +92,7 @@ class RecordDiscovery(ABC):
         return f"<{name} {self._endpoint} of {self._run_id}: {state}, {records} records>"
 
     async def __aenter__(self) -> Self:
-        """Joins the run.
-
-        Raises:
-            JoinError: no seed, or no member of etcd, answered in time; or all refused, and would do so again.
-        """
+        """Joins the run; a JoinError says that nobody answered in time, or that all refuse and would do so again."""
         if self._entered:
             raise ClosedError("a discovery can be entered only once; make another one")
         await self._group.__aenter__()
@@ -112,12 +108,11 @@ class RecordDiscovery(ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Withdraws this peer's records, and ends all tasks."""
         self._leaving = True  # a record written from here on would not be withdrawn
         try:
             await self._leave()
         finally:
-            self._records.close()
+            self._records.watchers.close()
             for task in list(self._tasks):
                 task.cancel()
             # The task group may have caused a cancellation of the body; other errors of the body are not its own.

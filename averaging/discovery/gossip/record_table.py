@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from averaging.common import is_endpoint
@@ -57,14 +57,10 @@ class RecordTable:
         self._by_owner: Counter[bytes] = Counter()
         self._expirations: list[tuple[float, int]] = []  # heap of (expiration, id), some outdated
         self._dropped: dict[int, Record] = {}
-        self._hash = 0
+        self.state_hash = 0
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    @property
-    def state_hash(self) -> int:
-        return self._hash
 
     def merge(self, record: Record, now: float) -> Merged:
         """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first."""
@@ -119,7 +115,7 @@ class RecordTable:
         self._by_owner[owner] -= 1
         if not self._by_owner[owner]:
             del self._by_owner[owner]
-        self._hash ^= entry_hash(number, present.version)
+        self.state_hash ^= entry_hash(number, present.version)
         return self._update_readable(*place)
 
     def holder(self, key: str, subkey: str) -> Record | None:
@@ -132,16 +128,13 @@ class RecordTable:
         return [record for record in self._by_id.values() if record.owner == owner]
 
     def read(self, key: str) -> dict[str, Entry]:
-        """The entries under `key`, by subkey."""
         records = self._readable.get(key, {}).items()
         return {subkey: Entry(record.value, record.expiration) for subkey, record in records}
 
     def next_expiration(self, key: str) -> float | None:
-        """When the first of the records that are read under `key` is removed; None if there are none."""
         return min((record.expiration for record in self._readable.get(key, {}).values()), default=None)
 
     def list_records(self, key: str) -> tuple[Record, ...]:
-        """The records that are read under `key`, or under all keys if it is empty."""
         keys = (key,) if key else tuple(self._readable)
         return tuple(record for k in keys for record in self._readable.get(k, {}).values())
 
@@ -152,7 +145,6 @@ class RecordTable:
         return frozenset().union(*self._readable.values())
 
     def peers(self) -> dict[str, KnownPeer]:
-        """The subkeys that are endpoints, and what these peers have stored."""
         values: dict[str, dict[str, bytes]] = {}
         since: dict[str, int] = {}
         for record in self.list_records(""):
@@ -193,10 +185,10 @@ class RecordTable:
         if known is None:
             self._by_owner[record.owner] += 1
         else:
-            self._hash ^= entry_hash(number, known.version)
+            self.state_hash ^= entry_hash(number, known.version)
         self._places.setdefault((record.key, record.subkey), {})[record.owner] = record
         self._by_id[number] = record
-        self._hash ^= entry_hash(number, record.version)
+        self.state_hash ^= entry_hash(number, record.version)
         heapq.heappush(self._expirations, (record.expiration, number))
         if len(self._expirations) > 2 * len(self._by_id) + 64:  # mostly outdated
             self._expirations = [(each.expiration, place) for place, each in self._by_id.items()]
@@ -218,8 +210,7 @@ class RecordTable:
 
 
 def _supersedes(record: Record, known: Record) -> bool:
-    """Whether `record` replaces `known`, of the same owner. Of two with one version, all peers keep the same one."""
-    if record.version != known.version:
+    if record.version != known.version:  # of two with one version, all peers keep the same one
         return record.version > known.version
     return record is not known and _content(record) > _content(known)
 
@@ -254,7 +245,7 @@ class RecordStore:
         self._author, self._limits, self._holds = author, limits, holds
         self._clock, self._on_change = clock, on_change
         self._table = RecordTable(limits, author.verify)
-        self._watchers = Watchers(clock, lambda key: self.table().read(key), self._next_expiration)
+        self.watchers = Watchers(clock, lambda key: self.table().read(key), self._next_expiration)
         self._warned: dict[Reason, float] = {}
         self._waiting: dict[tuple[str, str], bytes] = {}  # places of this peer that other owners hold
         self.refused: Counter[Reason] = Counter()
@@ -270,11 +261,6 @@ class RecordStore:
         return None if self._holds() else self.table().next_expiration(key)
 
     def write(self, key: str, subkey: str, value: bytes, expiration: float) -> Record:
-        """Writes a record of this peer and returns it.
-
-        Raises:
-            DiscoveryError: see `Discovery.store`.
-        """
         now, table = self._clock(), self.table()
         record = self._author.write(key, subkey, value, expiration, now, table.claim(key, subkey, self._author.owner))
         merged = table.merge(record, now)
@@ -285,7 +271,6 @@ class RecordStore:
         return record
 
     def withdraw(self, key: str, subkey: str) -> Record | None:
-        """Withdraws this peer's record and returns the withdrawal; None if there is none."""
         previous = self.table().claim(key, subkey, self._author.owner)
         if previous is None or previous.withdrawn:
             return None
@@ -295,7 +280,6 @@ class RecordStore:
         return withdrawal
 
     def withdraw_all(self) -> list[Record]:
-        """Withdraws all records of this peer."""
         own = self.table().claims_of(self._author.owner)
         withdrawals = [self.withdraw(record.key, record.subkey) for record in own]
         return [record for record in withdrawals if record is not None]
@@ -321,21 +305,14 @@ class RecordStore:
             self.count_refusal(merged.reason, record.key, record.subkey, sender)
         return merged
 
-    def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        return self._watchers.watch(key)
-
-    def close(self) -> None:
-        self._watchers.close()
-
     def _changed(self, change: Change | None, expired: bool = False) -> None:
         if change is None:
             return
-        self._watchers.notify(change.key)
+        self.watchers.notify(change.key)
         self._log_waiting(change.key, change.subkey)
         self._on_change(change, expired)
 
     def count_refusal(self, reason: Reason, key: str, subkey: str, sender: str) -> None:
-        """Counts a record that was refused, and logs it once a minute for each reason."""
         now = self._clock()
         self.refused[reason] += 1
         if now - self._warned.get(reason, float("-inf")) >= _WARNING_PERIOD:
@@ -346,7 +323,6 @@ class RecordStore:
             )
 
     def _log_waiting(self, key: str, subkey: str) -> None:
-        """Logs once that another owner holds a place of this peer."""
         place = (key, subkey)
         own = self._table.claim(key, subkey, self._author.owner)
         holder = self._table.holder(key, subkey)

@@ -23,20 +23,16 @@ _MIN_PRUNE = 1024  # records sent that are remembered before expired ones are lo
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Records for a range of peers, and the peers of it to which they could still be sent."""
-
-    start: int
+    start: int  # of a range of peers, ends included
     end: int
     records: tuple[Record, ...]
-    candidates: Iterator[str]
+    candidates: Iterator[str]  # the peers of the range to which they could still be sent
 
 
 @dataclass(slots=True)
 class _Queue:
-    """The batches that wait for one peer, and the lock of the call to it."""
-
-    waiting: list[_Batch] = field(default_factory=list)
-    call: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: list[_Batch] = field(default_factory=list)  # for one peer
+    call: asyncio.Lock = field(default_factory=asyncio.Lock)  # to it
 
 
 class Rumours:
@@ -71,7 +67,6 @@ class Rumours:
         self._ready.set()
 
     async def run(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Sends the records, every tick, until cancelled; `spawn` creates tasks."""
         while True:
             await self._ready.wait()
             await asyncio.sleep(self._settings.tick)
@@ -82,11 +77,6 @@ class Rumours:
         await self._send_all(self._take())
 
     async def push(self, endpoint: str, records: list[Record]) -> None:
-        """Sends records to one peer, which does not forward them.
-
-        Raises:
-            TransportError, ProtocolViolationError, TimeoutError: the call failed.
-        """
         await self._push(endpoint, [Rumour(record) for record in records])
 
     def _take(self) -> list[_Batch]:
@@ -161,8 +151,7 @@ class ClientStream:
         self._ended = False
 
     def add(self, record: Record) -> None:
-        """Adds a record; if too many wait already, the stream ends."""
-        if len(self._waiting) < self._settings.stream_backlog:
+        if len(self._waiting) < self._settings.stream_backlog:  # else the stream ends
             self._waiting[record.key, record.subkey, record.owner] = record
         else:
             self._ended = True
@@ -173,11 +162,7 @@ class ClientStream:
         self._ready.set()
 
     async def records(self) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Yields the records that were added.
-
-        Raises:
-            CallRefusedError: this peer leaves, or the client is too slow. It should follow another peer.
-        """
+        """Yields the records that were added, until this peer leaves or its client is too slow."""
         while True:
             await self._ready.wait()
             if not self._ended:
@@ -192,8 +177,6 @@ class ClientStream:
 
 
 class ClientStreams:
-    """The streams to all clients of this peer."""
-
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
         self._streams: dict[ClientStream, None] = {}
@@ -205,11 +188,7 @@ class ClientStreams:
 
     @contextmanager
     def open(self) -> Iterator[ClientStream]:
-        """A new stream, until the context is left.
-
-        Raises:
-            CallRefusedError: there are too many streams, or this peer leaves.
-        """
+        """A new stream, until the context is left; or raises a CallRefusedError."""
         if self._ended:
             raise CallRefusedError("", "leaves the run; try another peer")
         if len(self._streams) >= self._settings.max_streams:
@@ -233,7 +212,6 @@ class ClientStreams:
             stream.end()
 
     async def wait_closed(self) -> None:
-        """Waits until all streams have been read to their end, or closed by their clients."""
         while self._streams:
             self._one_closed.clear()
             await self._one_closed.wait()

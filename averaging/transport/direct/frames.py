@@ -30,13 +30,11 @@ from averaging.protocol import Buffer
 HEADER = struct.Struct("<BBHI")
 """Kind, zero, bytes of the head, bytes of the body."""
 
-MAX_HEAD_BYTES = 4096
-"""Maximum size of a head. A group id, an endpoint, 1 KiB of metadata and a shape take less."""
+MAX_HEAD_BYTES = 4096  # maximum size of a head. A group id, an endpoint, 1 KiB of metadata and a shape take less.
 
 TAG_BYTES = 16
 
-VERSION = 3
-"""Version of the opening and of this layout. Peers with different versions have no direct connection."""
+VERSION = 3  # version of the opening and of this layout. Peers with different versions have no direct connection.
 
 MAGIC = b"AVGD" + bytes([VERSION])
 """First bytes of a connection. The ticket follows."""
@@ -47,18 +45,11 @@ HELLO_BYTES = len(MAGIC) + TICKET_BYTES
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
-
-    READY = 1
-    """The caller's first frame: it holds the keys of the ticket."""
-    WELCOME = 2
-    """The callee's first frame: the connection can be used."""
-    PART = 3
-    """A message of a stream of parts: AveragingData without the buffer as the head, and the buffer as the body."""
-    END = 4
-    """The sender of this frame has sent all messages of this stream."""
-    ERROR = 5
-    """The callee ends the stream with an error; the head is a `DirectError`."""
+    READY = 1  # the caller's first frame: it holds the keys of the ticket
+    WELCOME = 2  # the callee's first frame: the connection can be used
+    PART = 3  # of a stream of parts: AveragingData without the buffer as the head, and the buffer as the body
+    END = 4  # the sender of this frame has sent all messages of this stream
+    ERROR = 5  # the callee ends the stream with an error; the head is a `DirectError`
 
 
 FROM_CALLER = frozenset({FrameKind.READY, FrameKind.PART, FrameKind.END})
@@ -69,8 +60,6 @@ _BODIES = frozenset({FrameKind.PART})
 
 
 class Sizes(NamedTuple):
-    """The content of a header."""
-
     kind: FrameKind
     head: int
     body: int
@@ -92,7 +81,6 @@ def pack_header(kind: FrameKind, head: int, body: int) -> bytes:
 
 
 def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[FrameKind]) -> Sizes:
-    """Reads a header of 8 bytes; raises a ProtocolViolationError if the other side may send no such frame."""
     kind, zero, head, body = HEADER.unpack(raw)
     if zero or not FrameKind.READY <= kind <= FrameKind.ERROR:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
@@ -106,7 +94,6 @@ def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: fr
 
 
 def read_hello(raw: bytes | bytearray) -> bytes:
-    """Returns the ticket in the first bytes of a connection; raises if they are not those of a peer."""
     if len(raw) != HELLO_BYTES or not raw.startswith(MAGIC):
         raise ProtocolViolationError("something on the direct port that is not a peer")
     return bytes(raw[len(MAGIC) :])
@@ -118,18 +105,13 @@ def read_hello(raw: bytes | bytearray) -> bytes:
 KEPT_BYTES = 16 << 20
 """Bytes of buffers that are kept for further frames. The first use of fresh memory costs more than a copy."""
 
-_UNUSED = 2
-"""`sys.getrefcount` of an idle buffer: the list's reference and the argument's."""
+_UNUSED = 2  # `sys.getrefcount` of an idle buffer: the list's reference and the argument's
 
 Room: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Memory for a frame. A `bytearray` would be filled with zeros first, which took 4 % of a round."""
 
-
-_KEPT_FROM = 64 << 10
-"""Smaller buffers are not kept: memory for them is not fresh, and to search among many would cost more."""
-
-_STEP = 4096
-"""Sizes are multiples of it, so that parts with heads of different lengths share buffers."""
+_KEPT_FROM = 64 << 10  # smaller ones are not: memory for them is not fresh, and to search among many would cost more
+_STEP = 4096  # sizes are multiples of it, so that parts with heads of different lengths share buffers
 
 
 class BufferPool:
@@ -145,8 +127,7 @@ class BufferPool:
         self._next = 0  # where the search begins: buffers mostly become free in the order in which they were taken
 
     def take(self, nbytes: int) -> Room:
-        """Returns a buffer of at least `nbytes` bytes; its content is arbitrary."""
-        if nbytes < _KEPT_FROM:
+        if nbytes < _KEPT_FROM:  # whatever it holds is arbitrary
             return np.empty(nbytes, np.uint8)
         kept = self._kept
         for place in range(self._next, self._next + len(kept)):
@@ -172,8 +153,7 @@ class BufferPool:
         return self._nbytes + nbytes <= KEPT_BYTES
 
 
-KEY_BYTES = 32
-"""Of AES-256, and of X25519."""
+KEY_BYTES = 32  # of AES-256, and of X25519
 
 CONTEXT = b"averaging.v1.Direct"
 """Separates these keys from those that another protocol would derive from the same secret."""
@@ -183,7 +163,6 @@ MAX_SEALED_BYTES = 64 << 30
 
 
 def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
-    """Returns the secret of both sides; raises a ProtocolViolationError if `other` is no key or gives no secret."""
     if len(other) != KEY_BYTES:
         raise ProtocolViolationError(f"a public key of {len(other)} bytes instead of {KEY_BYTES}")
     try:
@@ -193,7 +172,6 @@ def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
 
 
 def derive_keys(secret: bytes, caller: bytes, callee: bytes, ticket: bytes) -> tuple[bytes, bytes]:
-    """Derives the keys of a connection, to the callee and to the caller, from both public keys and the ticket."""
     derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=ticket, info=CONTEXT + caller + callee).derive(secret)
     return derived[:KEY_BYTES], derived[KEY_BYTES:]
 
@@ -213,7 +191,7 @@ class Cipher:
         self._aead.encrypt_into(self._nonce(len(data)), data, header, room)
 
     def open(self, sealed: memoryview, header: bytes) -> None:
-        """Decrypts in place, without the last `TAG_BYTES`; raises a ProtocolViolationError if a bit has changed."""
+        # Decrypts in place, without the last `TAG_BYTES`.
         try:
             self._aead.decrypt_into(self._nonce(len(sealed)), sealed, header, sealed[:-TAG_BYTES])
         except InvalidTag:
@@ -227,8 +205,6 @@ class Cipher:
 
 @dataclass(frozen=True, slots=True)
 class Ciphers:
-    """Both directions of one connection, as one side sees them."""
-
     sending: Cipher
     receiving: Cipher
 

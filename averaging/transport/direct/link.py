@@ -40,11 +40,9 @@ UNREAD = "the other side took nothing for too long"
 class Link:
     """A connection, open until `close` is called or an error occurs. It owns `sock`, connected and non-blocking.
 
-    Attributes:
-        lost: why the connection has ended; empty while it is open.
-        ahead: number of frames that may wait to be read; with 0 a frame is received when it is asked for.
-        on_lost: callback, called once when the connection ends, except by `close`.
-        write_seconds: time limit for sending a frame, given its size in bytes; None for no limit.
+    `lost` says why it has ended. `ahead` frames may wait to be read; with 0 a frame is received when it is asked for.
+    `on_lost` is called once when the connection ends, except by `close`. `write_seconds` limits the time for sending a
+    frame, given its size in bytes.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Link:
         self._descriptor = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._accepted, self._max_body = accepted, max_body
-        self._buffers, self._ciphers = buffers, ciphers
+        self._buffers, self.ciphers = buffers, ciphers
         self.lost = ""
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
@@ -80,10 +78,6 @@ class Link:
         self._sealed = bytearray()
         set_options(sock)
         self._resume()
-
-    @property
-    def ciphers(self) -> Ciphers | None:
-        return self._ciphers
 
     @property
     def is_idle(self) -> bool:
@@ -140,16 +134,16 @@ class Link:
                 await self._wait_for_writer(limit)
                 continue
             except OSError:
-                self._lose()
+                self._fail(LOST)
                 continue
             pieces = _rest(pieces, sent)
 
     def _pieces(self, kind: FrameKind, head: bytes, body: Buffer) -> list[memoryview]:
         """A frame as the system gets it, without a copy of a body that is not sealed."""
         header = pack_header(kind, len(head), len(body))
-        if self._ciphers is None:
+        if self.ciphers is None:
             return [memoryview(piece) for piece in (header, body, head) if len(piece)]
-        return [memoryview(header), self._seal(self._ciphers.sending, header, head, body)]
+        return [memoryview(header), self._seal(self.ciphers.sending, header, head, body)]
 
     def _seal(self, cipher: Cipher, header: bytes, head: bytes, body: Buffer) -> memoryview:
         after_body = len(body) + TAG_BYTES if len(body) else 0
@@ -187,7 +181,7 @@ class Link:
         except OSError:
             nbytes = 0
         if not nbytes:
-            self._lose()
+            self._fail(LOST)
             return
         if missing:
             self._missing = missing - min(nbytes, missing)
@@ -201,14 +195,13 @@ class Link:
             self._wake(self._reader)
 
     def _begin_frame(self) -> None:
-        """Allocates the frame whose header is complete."""
         self._header_got = 0
         try:
             self._sizes = sizes = read_header(self._header, self._max_body, self._accepted)
         except ProtocolViolationError as error:
             self._fail(f"{LOST}: {error}")
             return
-        payload = sizes.payload(sealed=self._ciphers is not None)
+        payload = sizes.payload(sealed=self.ciphers is not None)
         if not payload:
             self._complete()
             return
@@ -217,7 +210,6 @@ class Link:
         self._wake(self._reader)
 
     def _complete(self) -> None:
-        """Takes the frame whose payload is complete."""
         sizes, room = self._sizes, self._room
         if sizes is None:
             return
@@ -226,13 +218,13 @@ class Link:
         head = b""
         if room is not None:
             behind = sizes.body
-            if self._ciphers is not None:
+            if self.ciphers is not None:
                 packed = pack_header(sizes.kind, sizes.head, sizes.body)
                 behind += TAG_BYTES if sizes.body else 0
                 try:
                     if sizes.body:
-                        self._ciphers.receiving.open(room[:behind], packed)
-                    self._ciphers.receiving.open(room[behind:], packed)
+                        self.ciphers.receiving.open(room[:behind], packed)
+                    self.ciphers.receiving.open(room[behind:], packed)
                 except ProtocolViolationError as error:
                     self._fail(f"{LOST}: {error}")
                     return
@@ -253,9 +245,9 @@ class Link:
             self._reader = None
 
     async def _wait_for_writer(self, limit: float) -> None:
-        """Waits until the socket takes more; at the time `limit` of the loop the connection ends."""
         self._writer = writer = self._loop.create_future()
         self._loop.add_writer(self._descriptor, self._wake, writer)
+        # At the time `limit` of the loop the connection ends.
         alarm = None if limit == math.inf else self._loop.call_at(limit, self._fail, UNREAD)
         try:
             await writer
@@ -270,9 +262,6 @@ class Link:
     def _wake(waiter: asyncio.Future[None] | None) -> None:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    def _lose(self) -> None:
-        self._fail(LOST)
 
     def _fail(self, reason: str) -> None:
         on_lost, self.on_lost = self.on_lost, None

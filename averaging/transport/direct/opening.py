@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.common import HostQuota, parse_address
 from averaging.errors import (
@@ -28,7 +27,6 @@ from averaging.transport.direct.frames import (
     FROM_CALLEE,
     FROM_CALLER,
     HELLO_BYTES,
-    KEY_BYTES,
     MAGIC,
     TICKET_BYTES,
     VERSION,
@@ -62,17 +60,13 @@ MAX_ADDRESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What the caller asks for."""
-
+class Request:  # of the caller
     public_key: bytes = b""  # of this connection; empty without TLS
     version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """What the callee answers."""
-
+class Grant:  # of the callee
     port: int  # on the host of its endpoint
     ticket: bytes
     public_key: bytes = b""
@@ -108,8 +102,6 @@ OPEN = RpcMethod(
 
 
 def direct_handlers(listener: Listener, port: Callable[[], int], *, sealed: bool) -> list[RpcHandler]:
-    """The callee's side; `port` returns the port at which callers reach `listener`."""
-
     async def grant(request: Request) -> Grant:
         ticket, public_key, ciphers = os.urandom(TICKET_BYTES), b"", None
         if sealed:
@@ -178,9 +170,8 @@ async def open_link(
     except PeerUnreachableError as error:
         reason = f"its direct port {grant.port} did not accept the connection ({error.reason})"
     except OSError as error:
-        reason = (
-            f"its direct port {grant.port} cannot be reached ({os.strerror(error.errno) if error.errno else error})"
-        )
+        why = os.strerror(error.errno) if error.errno else error
+        reason = f"its direct port {grant.port} cannot be reached ({why})"
     raise PeerUnreachableError(endpoint, reason)
 
 
@@ -194,22 +185,17 @@ async def _connect(loop: asyncio.AbstractEventLoop, hosts: Sequence[str], port: 
             try:
                 connection.setblocking(False)
                 await loop.sock_connect(connection, where)
-            except OSError as error:
-                connection.close()
-                failure = error
-            except BaseException:
-                connection.close()
-                raise
-            else:
                 return connection
+            except BaseException as error:
+                connection.close()
+                if not isinstance(error, OSError):
+                    raise
+                failure = error
     raise failure or OSError("its host is unknown")
 
 
 def _public_bytes(key: X25519PrivateKey) -> bytes:
-    raw = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-    if len(raw) != KEY_BYTES:
-        raise ValueError("not a key of X25519")
-    return raw
+    return key.public_key().public_bytes_raw()
 
 
 NOT_SERVED = "it has no direct lane"
@@ -218,11 +204,8 @@ logger = logging.getLogger("averaging.transport")
 
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST = 1024, 256
 
-VALID_SECONDS = 30.0
-"""For which a ticket is valid. Callers connect at once."""
-
-MAX_TICKETS = 4096
-"""Tickets that are valid and not used."""
+VALID_SECONDS = 30.0  # for which a ticket is valid. Callers connect at once.
+MAX_TICKETS = 4096  # tickets that are valid and not used
 
 BACKLOG = 128
 
@@ -248,10 +231,9 @@ class Listener:
     def start(self, service: AveragingService) -> None:
         self._service = service
         for listening in self._sockets:
-            self._loop.add_reader(listening, self._accept, listening)
+            self._listen(listening)
 
     def grant(self, ticket: bytes, admission: Admission) -> None:
-        """Admits one connection with this ticket; raises a BusyError if too many are expected."""
         if len(self._tickets) >= MAX_TICKETS:
             raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
         self._tickets[ticket] = admission
@@ -282,7 +264,7 @@ class Listener:
         except OSError as error:
             logger.warning("cannot accept a direct connection: %s", error.strerror)
             self._loop.remove_reader(listening)
-            self._loop.call_later(RETRY_SECONDS, self._accept_again, listening)
+            self._loop.call_later(RETRY_SECONDS, self._listen, listening)
             return
         host = normalized(str(remote[0]))
         if not self._open.take(host):
@@ -294,8 +276,8 @@ class Listener:
         task.add_done_callback(lambda _: self._open.leave(host))
         task.add_done_callback(self._connections.discard)
 
-    def _accept_again(self, listening: socket.socket) -> None:
-        if listening in self._sockets:
+    def _listen(self, listening: socket.socket) -> None:
+        if listening in self._sockets:  # it may have stopped
             self._loop.add_reader(listening, self._accept, listening)
 
     async def _serve(self, connection: socket.socket, name: str) -> None:

@@ -33,8 +33,7 @@ logger = logging.getLogger("averaging.transport")
 MAX_HEADS = 256
 """Heads that are kept: more than the number of part sizes in a model. If there are more, all are forgotten."""
 
-MAX_REASON = 300
-"""Maximum length of an error message, in characters."""
+MAX_REASON = 300  # maximum length of an error message, in characters
 
 IDLE_GRACE_SECONDS = 60.0
 """A callee keeps an idle connection for this much longer than its caller, so that only the caller ends it."""
@@ -46,8 +45,7 @@ def frame_of(data: AveragingData) -> tuple[FrameKind, bytes, Buffer]:
     return FrameKind.PART, encode_head(data), b"" if data.tensor_part is None else data.tensor_part.buffer
 
 
-def encode_head(data: AveragingData) -> bytes:
-    """Encodes a message without the buffer of its tensor; raises if that is longer than other peers accept."""
+def encode_head(data: AveragingData) -> bytes:  # without the buffer of the tensor
     tensor = data.tensor_part
     if tensor is None or data.endpoint:  # the first or the last message of a stream
         return _encode(data)
@@ -76,7 +74,6 @@ class HeaderCache:
         self._known: dict[bytes, AveragingData] = {}
 
     def decode(self, head: bytes, body: Buffer) -> AveragingData:
-        """Returns the message; its tensor shares the memory of `body`."""
         like = self._known.get(head)
         if like is None:
             like = parse(AVERAGING_DATA, head)
@@ -93,8 +90,7 @@ class HeaderCache:
 
 
 def encode_error(error: AveragingError | None) -> bytes:
-    """Encodes the error with which the callee ends a stream; None for an unexpected one, which is not described."""
-    kind, reason = _OTHER, "internal error; see the log of that peer"
+    kind, reason = _OTHER, "internal error; see the log of that peer"  # an unexpected one is not described
     if error is not None:
         if isinstance(error, ProtocolViolationError) and error.kind is ViolationKind.FOREIGN_ENDPOINT:
             kind = _DEFINITE
@@ -156,7 +152,6 @@ class Stream:
 
 
 async def serve_stream(link: Link, stream: Stream, service: AveragingService) -> None:
-    """Serves one stream to its end. The connection can carry another one if `stream.ended`."""
     with suppress(PeerUnreachableError):
         await _answer(link, stream, service)
         await linger(stream.drop)

@@ -159,17 +159,10 @@ class DirectTransport(GrpcTransport):
 
 logger = logging.getLogger("averaging.transport")
 
-MAX_IDLE = 256
-"""Connections that are kept without a stream. Of more, the least recently used is closed."""
-
-MAX_KNOWN = 4096
-"""Peers about which something is remembered, such as that they have no direct lane."""
-
-MAX_AGE_SECONDS = 86400.0
-"""A connection is replaced after this time, so that certificates and tokens are checked again."""
-
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 10.0, 600.0
-"""Pause after a failure; it doubles with each further one."""
+MAX_IDLE = 256  # connections that are kept without a stream. Of more, the least recently used is closed.
+MAX_KNOWN = 4096  # peers about which something is remembered, such as that they have no direct lane
+MAX_AGE_SECONDS = 86400.0  # A connection is replaced after this time, so that certificates and tokens are checked again
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 10.0, 600.0  # pause after a failure; it doubles with each further one
 
 FOREIGN_PAUSE_SECONDS = 3600.0
 """Pause after a peer has answered that it has no direct lane. Another peer may come to the same address later."""
@@ -179,9 +172,7 @@ IN_USE = "the direct connection was in use"
 
 
 @dataclass(slots=True)
-class _Lane:
-    """What is known about one peer; times are of the running loop."""
-
+class _Lane:  # what is known about one peer; times are of the running loop
     link: Link | None = None
     opening: asyncio.Task[None] | None = None
     busy: bool = False  # with a stream
@@ -223,12 +214,11 @@ class Lanes:
             return False
         if not lane.link.is_idle or self._is_old(lane, lane.link, asyncio.get_running_loop().time()):
             lane.link.close()
-            self._forget_link(lane, NOT_OPEN)
+            lane.link, lane.reason = None, NOT_OPEN
             return False
         return True
 
     def take(self, endpoint: str) -> Link | None:
-        """Takes the connection to `endpoint` for one stream; None if there is none."""
         if not self.is_ready(endpoint):
             return None
         lane = self._touch(endpoint)
@@ -236,14 +226,12 @@ class Lanes:
         return lane.link
 
     def reason(self, endpoint: str) -> str:
-        """Why `is_ready` returns False."""
         lane = self._lanes.get(endpoint)
         if lane is None:
             return NOT_OPEN
         return IN_USE if lane.busy else lane.reason
 
     def give_back(self, endpoint: str, link: Link) -> None:
-        """Returns a connection after a stream. If it was lost, the next one is asked for after a pause."""
         lane = self._lanes.get(endpoint)
         if lane is None or lane.link is not link:
             return
@@ -287,15 +275,11 @@ class Lanes:
 
     def _lost(self, lane: _Lane, link: Link) -> None:
         if lane.link is link and not lane.busy:
-            self._forget_link(lane, f"the direct connection had ended: {link.lost}")
+            lane.link, lane.reason = None, f"the direct connection had ended: {link.lost}"
 
     def _fail(self, lane: _Lane, reason: str, now: float) -> None:
         lane.retry_at = now + backoff_delay(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, lane.failures)
         lane.failures += 1
-        self._forget_link(lane, reason)
-
-    @staticmethod
-    def _forget_link(lane: _Lane, reason: str) -> None:
         lane.link, lane.reason = None, reason
 
     @staticmethod
@@ -317,4 +301,4 @@ class Lanes:
         for lane in idle[: max(0, len(idle) - MAX_IDLE)]:
             if lane.link is not None:
                 lane.link.close()
-            self._forget_link(lane, NOT_OPEN)
+            lane.link, lane.reason = None, NOT_OPEN

@@ -24,27 +24,22 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST
 from averaging.transport.grpc.error_mapping import HAS_NO_TOKEN, TO_ALL_OR_NONE
 
-# Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
-
-
 logger = logging.getLogger("averaging.transport")
 
-PERIOD = 60.0
-"""Minimum seconds between two log lines about one host."""
+PERIOD = 60.0  # minimum seconds between two log lines about one host
 
 MAX_HOSTS = 64
 """Maximum number of hosts logged in one period."""
 
 
 class Refusals:
-    """Logs at most one line per host and `PERIOD`, for a bounded number of hosts."""
+    """Logs refused calls, whose errors only the caller sees otherwise: a line per host and `PERIOD`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._logged: dict[str, float] = {}  # time by host, earliest first
 
     def note(self, host: str, why: str) -> None:
-        """Records that a call from `host`, in the form of `host_of`, was refused for the reason `why`."""
         now = self._clock()
         while self._logged and now - next(iter(self._logged.values())) >= PERIOD:
             del self._logged[next(iter(self._logged))]
@@ -55,11 +50,8 @@ class Refusals:
         logger.warning("refused a call from %s: %s", readable, printable(why, 300))
 
 
-HEADER = "authorization"
-"""The metadata in which a token travels, as `Bearer TOKEN`."""
-
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-"""Answered without a token, because monitoring has none."""
+HEADER = "authorization"  # the metadata in which a token travels, as `Bearer TOKEN`
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # answered without a token, because monitoring has none
 
 _INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"{methods.STATUS}/", methods.LIST_RECORDS.path)
 
@@ -97,7 +89,7 @@ def is_token(value: str | bytes, tokens: Sequence[str]) -> bool:
 
 
 def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: Credentials) -> str | None:
-    """Returns why a call is refused, as text for its caller; None if it is accepted."""
+    """Why a call is refused, as text for its caller; None if it is accepted."""
     given = [value for name, value in headers if name == HEADER]
     if path == HEALTH_CHECK or any(is_token(value, credentials.tokens) for value in given):
         return None
@@ -110,11 +102,7 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
 
 
 class Callers:
-    """Counts the calls in progress of each host, and checks the certificates of callers.
-
-    Attributes:
-        refusals: log of refused calls, rate-limited per host.
-    """
+    """Counts the calls in progress of each host, and checks the certificates of callers."""
 
     def __init__(self, *, authenticated: bool) -> None:
         self.refusals = Refusals()
@@ -123,7 +111,6 @@ class Callers:
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
-        """A context for one call of any service."""
         host = host_of(context)
         certificate = certificate_of(context) if self._authenticated else None
         hosts = certified_hosts(context) if self._authenticated else []
@@ -169,13 +156,11 @@ def host_of(context: Context) -> str:
 
 
 def certified_hosts(context: Context) -> list[str]:
-    """Returns the hosts for which the certificate of a caller is valid."""
     properties = context.auth_context()
     return [raw.decode(errors="replace") for kind in ("peer_dns", "peer_ip") for raw in properties.get(kind, ())]
 
 
 def certificate_of(context: Context) -> x509.Certificate | None:
-    """Returns the certificate of a caller; None on a connection without TLS."""
     pems = context.auth_context().get("x509_pem_cert", ())
     return next(map(_certificate, pems), None)
 

@@ -10,14 +10,9 @@ from typing import TypeVar
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import MAX_GROUP_SIZE, JoinRequest, Resume
 
-CONNECT_SECONDS = 5.0
-"""Time limit for a new connection. Between continents, with TLS, it takes about one second."""
-
-KEEPALIVE_SECONDS = 20.0
-"""Interval of the pings on a connection with open calls but no traffic."""
-
-SILENCE_SECONDS = 10.0
-"""A connection is lost when the other machine acknowledges nothing for this time."""
+CONNECT_SECONDS = 5.0  # time limit for a new connection. Between continents, with TLS, it takes about one second.
+KEEPALIVE_SECONDS = 20.0  # interval of the pings on a connection with open calls but no traffic
+SILENCE_SECONDS = 10.0  # A connection is lost when the other machine acknowledges nothing for this time
 
 FRAME_BYTES = (1 << 24) - 1
 """The largest frame of HTTP/2. A part of 1 MiB then travels in one frame instead of 64."""
@@ -27,11 +22,8 @@ WINDOW_BYTES = 1 << 23
 
 gRPC would otherwise estimate the window. That costs 4 % on a fast link, and starts with a small one on a long link."""
 
-HANDSHAKE_SECONDS = 10.0
-"""Time limit for the TLS and HTTP/2 handshake of an incoming connection."""
-
-IDLE_SECONDS = 600.0
-"""A connection without calls is closed after this time. The next call opens a new one."""
+HANDSHAKE_SECONDS = 10.0  # time limit for the TLS and HTTP/2 handshake of an incoming connection
+IDLE_SECONDS = 600.0  # A connection without calls is closed after this time. The next call opens a new one.
 
 UNUSED_SECONDS = 25.0
 """A call also opens a new connection if the present one has had no call for this time.
@@ -48,11 +40,8 @@ MAX_STREAMS = 128
 MAX_CONNECTIONS = 4096
 """Maximum number of incoming connections; further ones are refused. Discovery is made for a few thousand peers."""
 
-MAX_CALLS_PER_HOST = 1024
-"""Maximum number of calls in progress from one address, which several peers may share."""
-
-REQUEST_SECONDS = 420.0
-"""Time limit for a request to arrive: that of the largest one, 6 MiB of records, at 16 KiB/s."""
+MAX_CALLS_PER_HOST = 1024  # maximum number of calls in progress from one address, which several peers may share
+REQUEST_SECONDS = 420.0  # time limit for a request to arrive: that of the largest one, 6 MiB of records, at 16 KiB/s
 
 WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller is disconnected if it does not read a message within this time plus the time of its bytes at this rate."""
@@ -121,45 +110,21 @@ def _milliseconds(seconds: float) -> int:
 
 Items = TypeVar("Items", bound=Sequence[object])
 
-MAX_RECORDS = 1 << 15
-"""Records of discovery, or entries of a digest: twice the number that a peer holds."""
-
-MAX_RUMOURS = 1 << 10
-"""Records in a push."""
-
-MAX_RECEIPTS = 64
-"""Receipts in one answer."""
-
-MAX_COUNTS = 64
-"""Outcomes, phases, lanes or causes in the totals of a peer."""
-
-MAX_MEMBERS = 1 << 14
-"""Members of a group: the maximum number of peers with records."""
-
-MAX_DIMENSIONS = 64
-"""Dimensions of a tensor: PyTorch's limit."""
-
-MAX_TENSORS = 1 << 18
-"""Tensors of a schema."""
-
-SMALL_BYTES = 64 << 10
-"""A request with few or no fields."""
-
-JOIN_BYTES = 128 << 10
-"""A join request, with 64 KiB of `gather`."""
-
-DIGEST_BYTES = 1 << 20
-"""`MAX_RECORDS` entries of 22 bytes, and two names."""
-
-RECORDS_BYTES = 6 << 20
-"""`MAX_RUMOURS` records of maximum size: 1 KiB of value, 4 KiB of signature, two names."""
-
-REFUSALS_BYTES = 1 << 20
-"""`MAX_RUMOURS` times two names and a reason."""
+MAX_RECORDS = 1 << 15  # records of discovery, or entries of a digest: twice the number that a peer holds
+MAX_RUMOURS = 1 << 10  # records in a push
+MAX_RECEIPTS = 64  # in one answer
+MAX_COUNTS = 64  # outcomes, phases, lanes or causes in the totals of a peer
+MAX_MEMBERS = 1 << 14  # of a group: the maximum number of peers with records
+MAX_DIMENSIONS = 64  # of a tensor: PyTorch's limit
+MAX_TENSORS = 1 << 18  # of a schema
+SMALL_BYTES = 64 << 10  # a request with few or no fields
+JOIN_BYTES = 128 << 10  # a join request, with 64 KiB of `gather`
+DIGEST_BYTES = 1 << 20  # `MAX_RECORDS` entries of 22 bytes, and two names
+RECORDS_BYTES = 6 << 20  # `MAX_RUMOURS` records of maximum size: 1 KiB of value, 4 KiB of signature, two names
+REFUSALS_BYTES = 1 << 20  # `MAX_RUMOURS` times two names and a reason
 
 
 def check_count(items: Items, most: int, what: str) -> Items:
-    """Returns `items`; raises a ProtocolViolationError if there are more than `most`."""
     if len(items) > most:
         raise ProtocolViolationError(f"a message with {len(items)} {what}; at most {most} are accepted")
     return items
@@ -168,23 +133,15 @@ def check_count(items: Items, most: int, what: str) -> Items:
 # Headers of calls, for data that the messages of the wire contract have no field for.
 
 
+# the part of a state that the caller has: number of bytes, space, fingerprint of their tensors in hexadecimal
 RESUME = "averaging-resume"
-"""The part of a state that the caller has: number of bytes, space, fingerprint of their tensors in hexadecimal."""
-
+# minimum number of members of a group in which the caller takes part, in decimal, from 2 to 4096
 MIN_GROUP_SIZE = "averaging-min-group-size"
-"""Minimum number of members of a group in which the caller takes part, in decimal, from 2 to 4096."""
-
+# what the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits
 NAMES = "averaging-names"
-"""What the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits."""
-
-JOINS_TENSORS = "averaging-joins-tensors"
-"""`1` if the caller takes several small tensors of a state in one message."""
-
-JOINS_PARTS = "averaging-joins-parts"
-"""`1` if the caller can send several small slices of tensors as one part."""
-
-LARGE_PARTS = "averaging-large-parts"
-"""`1` if the caller wants parts that are larger than the schema's."""
+JOINS_TENSORS = "averaging-joins-tensors"  # `1` if the caller takes several small tensors of a state in one message
+JOINS_PARTS = "averaging-joins-parts"  # `1` if the caller can send several small slices of tensors as one part
+LARGE_PARTS = "averaging-large-parts"  # `1` if the caller wants parts that are larger than the schema's
 
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
@@ -193,7 +150,6 @@ _JOINS = re.compile("1")
 
 
 def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
-    """Returns the headers of a download."""
     if resume is None:
         return ()
     has = ((RESUME, f"{resume.offset} {resume.fingerprint.hex()}"),) if resume.offset else ()
@@ -201,7 +157,6 @@ def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
 
 
 def read_resume(headers: Sequence[tuple[str, str | bytes]]) -> Resume | None:
-    """Reads what the caller has of the state and in which form it takes the rest; None without a valid header."""
     joins = _match(_JOINS, JOINS_TENSORS, headers) is not None
     match = _match(_RESUME, RESUME, headers)
     if match is None:
@@ -210,7 +165,7 @@ def read_resume(headers: Sequence[tuple[str, str | bytes]]) -> Resume | None:
 
 
 def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
-    """Returns the headers of a join request. Without any the minimum is 2, no tensor has a name, no part is joined."""
+    # Without any of them the minimum is 2, no tensor has a name, and no part is joined.
     size = ((MIN_GROUP_SIZE, str(request.min_group_size)),) if 2 < request.min_group_size <= MAX_GROUP_SIZE else ()
     names = ((NAMES, request.names),) if request.names else ()
     parts = ((JOINS_PARTS, request.joins_parts), (LARGE_PARTS, request.large_parts))
@@ -218,7 +173,7 @@ def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
 
 
 def read_join(request: JoinRequest, headers: Sequence[tuple[str, str | bytes]]) -> JoinRequest:
-    """Returns a join request with what its headers say; those that are missing or malformed say nothing."""
+    # Headers that are missing, repeated or malformed say nothing.
     size, names = _match(_NUMBER, MIN_GROUP_SIZE, headers), _match(_NAMES, NAMES, headers)
     return replace(
         request,
@@ -230,6 +185,5 @@ def read_join(request: JoinRequest, headers: Sequence[tuple[str, str | bytes]]) 
 
 
 def _match(pattern: re.Pattern[str], header: str, headers: Sequence[tuple[str, str | bytes]]) -> re.Match[str] | None:
-    """Matches the value of a header; None if it is missing, repeated or malformed."""
     values = [value for name, value in headers if name == header]
     return pattern.fullmatch(values[0]) if len(values) == 1 and isinstance(values[0], str) else None

@@ -29,17 +29,10 @@ Reply = TypeVar("Reply")
 
 StreamCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]"
 
-STATUS_TRIES = 1000
-"""After a failed write, the callee's status of the call is polled this many times, once per millisecond."""
-
-MAX_MESSAGE_BYTES = 32 << 20
-"""Default maximum size of a message in bytes."""
-
-MAX_IDLE = 256
-"""Channels kept open without a call in progress. Of more, the least recently used is closed."""
-
-END_SECONDS = 1.0
-"""Maximum seconds for gRPC to report to an event loop that its operations have ended."""
+STATUS_TRIES = 1000  # after a failed write, the callee's status of the call is polled so often, once per millisecond
+MAX_MESSAGE_BYTES = 32 << 20  # default maximum size of a message in bytes
+MAX_IDLE = 256  # channels kept open without a call in progress. Of more, the least recently used is closed.
+END_SECONDS = 1.0  # maximum seconds for gRPC to report to an event loop that its operations have ended
 
 _users: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
 """The number of open `Channels` of each event loop."""
@@ -47,8 +40,6 @@ _users: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
 
 @dataclass(slots=True, eq=False)
 class PeerConnection:
-    """A channel to one endpoint, and the number of calls that use it."""
-
     channel: grpc.aio.Channel
     users: int = 0
     unused_since: float = 0.0
@@ -198,7 +189,6 @@ class Channels:
             await self._connections.pop(endpoint).channel.close()
 
     async def close(self) -> None:
-        """Closes all channels. Calls in progress end. The last user of an event loop waits until gRPC has left it."""
         self._closed = True
         connections = [*self._connections.values(), *self._replaced]
         self._connections.clear()
@@ -328,7 +318,7 @@ def _status(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
 
 
 async def _last_reports() -> None:
-    """Waits until gRPC has reported the end of each call to this event loop.
+    """Waits until gRPC has reported the end of each call to this event loop, the last user of which has closed.
 
     A cancelled call is over for its caller at once, and gRPC reports its end to the loop later. If the loop is closed
     by then, the report raises an error in whichever loop of this process has received it, and that loop does not see

@@ -73,8 +73,6 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """How the values of one field are read from a message, and written to it."""
-
     name: str
     read: Callable[[Message], Any]
     write: Callable[[Any], Any]
@@ -108,7 +106,6 @@ class MessageCopier(Generic[Content]):
         return self.write(content).SerializeToString()
 
     def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name
-        """Decodes and checks what another peer has sent."""
         return self.read(self._wire.FromString(raw))
 
     def write(self, content: Content) -> Message:
@@ -124,7 +121,6 @@ class MessageCopier(Generic[Content]):
 
 
 def _shape(kind: Any, fields: list[str]) -> tuple[Callable[[Any], Values], Callable[[Values], Any], Values]:
-    """How a type is taken apart into fields and made of them, and the type of each field."""
     if kind is NoneType:
         return lambda _: {}, lambda _: None, {}
     make: Callable[..., Any] = kind
@@ -143,7 +139,6 @@ def _shape(kind: Any, fields: list[str]) -> tuple[Callable[[Any], Values], Calla
 
 
 def _field(kind: str, descriptor: Any, hint: Any, rule: Rule) -> _Field:
-    """Composes the functions that copy one field, from the inside to the outside."""
     name, optional = descriptor.name, NoneType in get_args(hint)
     if optional:
         (hint,) = set(get_args(hint)) - {NoneType}
@@ -187,7 +182,6 @@ Convert = Callable[[Any], Any]
 
 
 def _item(kind: str, descriptor: Any, hint: Any, rule: Rule) -> tuple[Convert | None, Convert | None]:
-    """How one value is read and written; None for a value that is the same on both sides."""
     if descriptor.message_type is not None:
         copier = rule.copier or MessageCopier(hint, GetMessageClass(descriptor.message_type))
         return copier.read, copier.write
@@ -197,7 +191,6 @@ def _item(kind: str, descriptor: Any, hint: Any, rule: Rule) -> tuple[Convert | 
 
 
 def _presence(kind: str, descriptor: Any, *, optional: bool) -> Callable[[Message], bool] | None:
-    """Whether a field that need not be present is; raises if it must be. None for a field that always has a value."""
     name, message = descriptor.name, descriptor.message_type is not None
 
     def present(wire: Message) -> bool:
@@ -261,8 +254,7 @@ class TensorCopier(MessageCopier[Bulk]):
         return _length_prefix(self._number, len(inner) + nbytes) + inner
 
 
-def _length_prefix(field: int, nbytes: int) -> bytes:
-    """Encodes what precedes the content of a field with a length: two varints."""
+def _length_prefix(field: int, nbytes: int) -> bytes:  # what precedes the content of a field: two varints
     encoded = bytearray()
     for value in (field << 3 | 2, nbytes):
         while value > 0x7F:
@@ -288,8 +280,7 @@ DOWNLOAD_DATA = TensorCopier(DownloadData, averaging_pb2.DownloadData)
 
 __all__ = ["CHUNK_BYTES", "TensorMessage", "TensorReader", "tensor_messages"]
 
-CHUNK_BYTES = 4 << 20
-"""Default maximum bytes of a tensor in one message."""
+CHUNK_BYTES = 4 << 20  # default maximum bytes of a tensor in one message
 
 _INTEGERS = {name: Raw(name, dtype) for name, dtype in STATE_DTYPES.items() if name not in AVERAGED_DTYPES}
 

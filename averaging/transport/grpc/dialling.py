@@ -20,9 +20,7 @@ NAME_IT = "; to dial it anyway, name it among the peers to join"
 
 
 @dataclass(eq=False)
-class Dialling:
-    """The rule for one transport."""
-
+class Dialling:  # the rule for one transport
     given: Collection[str] = ()  # endpoints named by the user, which are always dialled. It may change.
     # whether peers of the run may be on this machine's loopback; None if the given endpoints show it
     loopback: bool | None = True
@@ -37,10 +35,7 @@ class Dialling:
         return endpoint if endpoint in self.given else in_zone(endpoint, self._zone())
 
     async def check(self, endpoint: str) -> None:
-        """Checks that `endpoint`, HOST:PORT, may be dialled.
-
-        The owner of a name can still change its addresses between this look-up and gRPC's.
-        """
+        """Checks that `endpoint` may be dialled; the owner of a name can still change it before gRPC looks it up."""
         if endpoint not in self.given:
             await self.addresses(endpoint)
 
@@ -65,7 +60,6 @@ class Dialling:
 
 
 async def resolve(host: str) -> tuple[str, ...]:
-    """Returns the addresses of a host name; none if `host` is an address or is not found."""
     if parse_ip(host) is not None:
         return ()
     try:
@@ -77,7 +71,6 @@ async def resolve(host: str) -> tuple[str, ...]:
 
 
 async def is_on_loopback(hosts: Collection[str]) -> bool:
-    """Whether a peer with these hosts can be reached through this machine's loopback."""
     for host in hosts:
         if any(map(is_loopback, (host, *await resolve(host)))):
             return True

@@ -45,8 +45,7 @@ logger = logging.getLogger("averaging.transport")
 
 Decoded = TypeVar("Decoded")
 
-MAX_REASON = 300
-"""Maximum length of an error message that is sent to or quoted from another peer, in characters."""
+MAX_REASON = 300  # maximum length of an error message that is sent to or quoted from another peer, in characters
 
 _UNREACHABLE = {
     grpc.StatusCode.UNAVAILABLE: "not available",
@@ -148,7 +147,6 @@ def _credential_reason(sent_token: bool, details: str) -> str:
 
 
 def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: bool = False) -> AveragingError:
-    """Returns our error for a failed call to `endpoint`; set `sent_token` if the call had a token."""
     code, details = error.code(), error.details() or ""
     if too_large := _TOO_LARGE.search(details):
         where, nbytes, limit = too_large.groups()
@@ -195,7 +193,6 @@ def is_failed_write(details: str | None) -> bool:
 
 @contextmanager
 def calling(endpoint: str, *, sent_token: bool, proxy: str | None = None) -> Iterator[None]:
-    """Converts the errors of a call to `endpoint` that is awaited inside; `proxy` is the URL through which it goes."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -250,13 +247,10 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: 
 # Errors that grpcio causes or logs and that mean nothing, dropped from the log.
 
 
-POLLER = "PollerCompletionQueue._handle_events"
-"""Where an event loop reads that gRPC has news."""
+POLLER = "PollerCompletionQueue._handle_events"  # where an event loop reads that gRPC has news
 
 
-class _LostEnds(logging.Filter):
-    """Drops an error of gRPC's own log: a caller disconnected while its call ended."""
-
+class _LostEnds(logging.Filter):  # an error of gRPC's own log: a caller disconnected while its call ended
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 

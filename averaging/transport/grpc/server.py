@@ -55,18 +55,13 @@ END_DOUBT_SECONDS = 0.02
 
 
 class Requests:
-    """The requests of one call, each read from gRPC when it is asked for.
-
-    Attributes:
-        decode: Decodes a request; None leaves the bytes.
-    """
+    """The requests of one call, each read from gRPC when it is asked for; `decode` None leaves the bytes."""
 
     def __init__(self, context: Context, path: str, decode: Callable[[bytes], Any] | None) -> None:
         self._context, self._path, self.decode = context, path, decode
         self._reading = False
 
     async def only(self) -> Any:
-        """Returns the request of a unary method."""
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 raw = await self._read()
@@ -89,7 +84,6 @@ class Requests:
         return self._decoded(raw)
 
     async def drop(self) -> bool:
-        """Drops a request; returns whether another one may follow."""
         return not self._reading and await self._read() is not None
 
     async def _read(self) -> bytes | None:
@@ -151,7 +145,6 @@ class Intake(grpc.aio.ServerInterceptor):
 
 
 async def _answer(handler: Handler, requests: Requests, context: Context) -> None:
-    """Calls a handler of any kind, and writes the reply that it returns or the replies that it yields, if any."""
     kinds: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     (behaviour,) = filter(None, kinds)
     request = requests if handler.request_streaming else await requests.only()
@@ -300,8 +293,7 @@ def _grpc_handler(rpc: RpcHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
 
 
 def _decoder(method: RpcMethod[Request, Any]) -> Callable[[bytes], Request]:
-    """Returns what decodes the requests of the current call, and checks whom they name as their sender."""
-    check = claim_checker()
+    check = claim_checker()  # of the current call
 
     def decode(raw: bytes) -> Request:
         request = method.read_request(raw)

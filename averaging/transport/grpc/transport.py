@@ -40,11 +40,8 @@ class GrpcTransport:
         max_message_bytes: largest message sent or received; a part and a few hundred bytes must fit.
         credentials: certificates and tokens. Without them only this machine may connect.
         given: endpoints named by the user, which are always dialled. It may change.
-        names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
+        names: see `Dialling`.
         services: further methods to serve.
-
-    Raises:
-        ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -66,9 +63,7 @@ class GrpcTransport:
             if address is not None:
                 parse_address(address)
         quieten()
-        self._listen = listen
-        self._advertise = advertise
-        self._given = given
+        self._listen, self._advertise, self._given = listen, advertise, given
         self._max_message_bytes = max_message_bytes
         self._server: Server | None = None
         self._rpcs: list[RpcHandler] = []
@@ -108,7 +103,6 @@ class GrpcTransport:
         await self.serve_services([*averaging_handlers(averaging), *gossiping])
 
     async def serve_services(self, further: Sequence[RpcHandler] = ()) -> None:
-        """Starts to serve the calls of `services`, and `further` ones."""
         if self._listen is None:
             return
         if self._server is None:
