@@ -117,9 +117,6 @@ class Discovery(Protocol):
         """The other peers and what may keep them from this one; used to explain why no group was found."""
 
 
-# Waits for changes under a key, for the readers of a discovery.
-
-
 _MIN_WAIT = 0.001  # s; the loop's clock and the wall clock differ slightly
 
 
@@ -169,9 +166,6 @@ class Watchers:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await event.wait()
-
-
-# A record of this peer that is kept up to date in discovery.
 
 
 logger = logging.getLogger(__name__)

@@ -240,7 +240,7 @@ class EtcdDiscovery(RecordDiscovery):
             if len(self._withdrew) > self._settings.most:
                 del self._withdrew[next(iter(self._withdrew))]
         elif self._neighbours is not None:
-            self._neighbours.read_soon()  # it may have left
+            self._neighbours.soon.set()  # it may have left
 
     def _holds(self) -> bool:
         lost = self._access.lost_seconds  # while etcd does not answer, owners cannot renew their records

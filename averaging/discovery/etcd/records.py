@@ -46,7 +46,7 @@ class FollowedKey:
         self._prefix, self._own_place = layout.prefix(key), layout.prefix(key, endpoint)
         self._held: dict[bytes, Record] = {}
         self._revision = 0
-        self._soon = asyncio.Event()
+        self.soon = asyncio.Event()  # `poll` reads again
         self.readers = 0  # present watches
         self.pinned = False  # it is followed until this peer leaves
         self.used = asyncio.get_running_loop().time()  # for the last time
@@ -80,9 +80,9 @@ class FollowedKey:
                 await asyncio.sleep(backoff.next_delay())
 
     async def poll(self, seconds: float) -> None:
-        """Reads from time to time, sooner after `read_soon`, and does not watch; until cancelled."""
+        """Reads from time to time, sooner if `soon` is set, and does not watch; until cancelled."""
         while True:
-            self._soon.clear()
+            self.soon.clear()
             try:
                 await self._read()
                 self._access.note_answer()
@@ -91,10 +91,7 @@ class FollowedKey:
             await asyncio.sleep(min(MIN_POLL, seconds))
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds * self._access.rng.uniform(0.5, 1.5)):
-                    await self._soon.wait()
-
-    def read_soon(self) -> None:
-        self._soon.set()
+                    await self.soon.wait()
 
     def forget(self) -> None:
         for record in self._held.values():

@@ -61,13 +61,10 @@ class Bootstrap:
         self._refusing: dict[str, float] = {}  # since when each seed has refused all calls
         self._reasons: dict[str, str] = {}  # of each seed, why it has not answered
         self._has_called: dict[str, asyncio.Event] = {}
-        self._called_itself = False
+        self.called_itself = False
         self._own: set[str] = set()  # seeds that are this peer
         for seed in members.seeds:
             self._add(seed)
-
-    def note_call_from_itself(self) -> None:
-        self._called_itself = True
 
     def note_call(self, endpoint: str) -> None:
         """`endpoint` called this peer: if it is a seed, it is up, and the next call to it need not wait."""
@@ -153,7 +150,7 @@ class Bootstrap:
                 if seed not in self._reasons:
                     return
                 self._reasons[seed] = why_failed(error)
-                if self._called_itself and refusal_cause(error) is RefusalCause.SAME_NAME:
+                if self.called_itself and refusal_cause(error) is RefusalCause.SAME_NAME:
                     self._own.add(seed)
                     self._note_own()
                     return

@@ -131,7 +131,7 @@ class GossipDiscovery(RecordDiscovery):
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         self._admit(digest.run_id)
         if digest.endpoint == self._endpoint:
-            self._bootstrap.note_call_from_itself()
+            self._bootstrap.called_itself = True
             raise CallRefusedError("", RefusalCause.SAME_NAME.value, RefusalCause.SAME_NAME)
         self._bootstrap.note_call(digest.endpoint)
         self._members.note_call(digest.endpoint, self._clock())

@@ -89,7 +89,7 @@ class BroadcastRing:
         if (start, end) == (0, 0):
             return []
         own = peer_hash(endpoint)
-        if not _contains(start, end, own):
+        if not (start <= own <= end if start <= end else own >= start or own <= end):
             return self._split(start, end, fanout, avoid)
         after = self._split((own + 1) % RING, end, fanout, avoid) if own != end else []
         # Usually this peer is the first of its branch, with none before it. There are some if the sender knows other
@@ -110,10 +110,6 @@ class BroadcastRing:
             names.sort(key=lambda name: name in avoid)  # stable
             branches.append(BroadcastBranch(starts[number], ends[number], tuple(names)))
         return branches
-
-
-def _contains(start: int, end: int, number: int) -> bool:
-    return start <= number <= end if start <= end else number >= start or number <= end
 
 
 _FAILURE_SECONDS = 60.0  # for which a failed call counts; live members are usually called again sooner

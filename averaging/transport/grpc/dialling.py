@@ -166,8 +166,3 @@ def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def endpoint_of(listen: str, advertise: str | None, port: int) -> str:
-    host, advertised_port = parse_address(advertise or listen)
-    return f"{host}:{advertised_port if advertise and advertised_port else port}"

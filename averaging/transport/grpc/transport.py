@@ -26,7 +26,7 @@ from averaging.transport import AveragingService, GossipService, Lane, RpcHandle
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.dialling import Dialling, check_listen, endpoint_of, is_on_loopback, warn_of_loopback
+from averaging.transport.grpc.dialling import Dialling, check_listen, is_on_loopback, warn_of_loopback
 from averaging.transport.grpc.error_mapping import quieten
 from averaging.transport.grpc.server import Server, averaging_handlers, gossip_handlers
 
@@ -96,7 +96,8 @@ class GrpcTransport:
         self._dialling.loopback = await is_on_loopback(hosts)
         self._dialling.zone = next(filter(None, map(zone_of, hosts)), None)
         self._server = Server(self._listen, self._max_message_bytes, self._credentials)
-        return endpoint_of(self._listen, self._advertise, self._server.port)
+        host, port = parse_address(self._advertise or self._listen)
+        return f"{host}:{port if self._advertise and port else self._server.port}"
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         gossiping = [] if gossip is None else gossip_handlers(gossip)
