@@ -190,23 +190,17 @@ class MessageFromLeader:
 
 @dataclass(frozen=True, slots=True)
 class AveragingData:
-    """A part for its reducer, an average for its sender, or the code of an error.
-
-    Attributes:
-        metadata: metadata of the first message of a stream, see `group.pack_metadata`; empty in messages of other
-            software.
-        encoded: cache of the encoded message, filled by the transport, since one average goes to every sender.
-    """
+    """A part for its reducer, an average for its sender, or the code of an error."""
 
     code: MessageCode = MessageCode.NO_CODE
     group_id: bytes = b""
     endpoint: str = ""
     tensor_part: WireTensor | None = None
-    metadata: bytes = b""
+    # the encoded message, kept by the transport, since one average goes to every sender
     encoded: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
     def with_tensor(self, tensor: WireTensor | None) -> AveragingData:
-        return AveragingData(self.code, self.group_id, self.endpoint, tensor, self.metadata)
+        return AveragingData(self.code, self.group_id, self.endpoint, tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from averaging.protocol import Buffer
 HEADER = struct.Struct("<BBHI")
 """Kind, zero, bytes of the head, bytes of the body."""
 
-MAX_HEAD_BYTES = 4096  # maximum size of a head. A group id, an endpoint, 1 KiB of metadata and a shape take less.
+MAX_HEAD_BYTES = 4096  # maximum size of a head. A group id, an endpoint and a shape take less.
 
 TAG_BYTES = 16
 

@@ -49,14 +49,12 @@ def encode_head(data: AveragingData) -> bytes:  # without the buffer of the tens
     tensor = data.tensor_part
     if tensor is None or data.endpoint:  # the first or the last message of a stream
         return _encode(data)
-    return _encode_usual(data.code, data.group_id, data.metadata, tensor.size, tensor.dtype, tensor.compression)
+    return _encode_usual(data.code, data.group_id, tensor.size, tensor.dtype, tensor.compression)
 
 
 @lru_cache(maxsize=MAX_HEADS)
-def _encode_usual(
-    code: MessageCode, group_id: bytes, metadata: bytes, size: tuple[int, ...], dtype: str, compression: int
-) -> bytes:
-    return _encode(AveragingData(code, group_id, "", WireTensor(b"", size, dtype, compression), metadata))
+def _encode_usual(code: MessageCode, group_id: bytes, size: tuple[int, ...], dtype: str, compression: int) -> bytes:
+    return _encode(AveragingData(code, group_id, "", WireTensor(b"", size, dtype, compression)))
 
 
 def _encode(data: AveragingData) -> bytes:
