@@ -49,21 +49,16 @@ class HostQuota:
     def total(self) -> int:
         return self._taken.total()
 
-    def has_room(self, host: str, amount: int = 1) -> bool:
-        """Whether `host` may take that much now."""
-        if self._taken[host] + amount > self._per_host:
-            return False
-        return self._in_all == math.inf or self._taken.total() + amount <= self._in_all
-
     def take(self, host: str, amount: int = 1) -> bool:
         """Takes an amount; returns whether there was room for it."""
-        if not self.has_room(host, amount):
+        if self._taken[host] + amount > self._per_host:
+            return False
+        if self._in_all < math.inf and self._taken.total() + amount > self._in_all:
             return False
         self._taken[host] += amount
         return True
 
     def leave(self, host: str, amount: int = 1) -> None:
-        """Returns an amount."""
         self._taken[host] -= amount
         if not self._taken[host]:
             del self._taken[host]
