@@ -24,15 +24,15 @@ from averaging.state.assembler import StateAssembler
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import describe
 from averaging.transport import RpcMethod
-from averaging.transport.grpc import methods
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values
 from tests.receipts.made import receipt
+from tests.support.grpc_fakes import METHODS
 from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-METHODS: list[RpcMethod[Any, Any]] = [*methods.METHODS, DESCRIBE, CLOCK, DIAL_BACK, ECHO]
-DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in METHODS for side in ("request", "reply")}
+ALL: list[RpcMethod[Any, Any]] = [*METHODS, DESCRIBE, CLOCK, DIAL_BACK, ECHO]
+DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in ALL for side in ("request", "reply")}
 
 STATE = State(3, {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0), "n": torch.tensor(1)}, {"step": 1})
 SOUND_STATE = list(pack(seal(STATE)))

@@ -20,9 +20,10 @@ from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode,
 from averaging.transport.grpc import methods
 from tests.fuzz.material import damaged, protobufs
 from tests.support.complaints import complaints
+from tests.support.grpc_fakes import METHODS
 from tests.support.selection import examples
 
-PATHS = [method.path for method in methods.METHODS]
+PATHS = [method.path for method in METHODS]
 SOUND = [
     methods.JOIN_GROUP.request.SerializeToString(JoinRequest("peer:1", b"hash", 1e10, b"", False)),
     methods.AGGREGATE_PART.request.SerializeToString(

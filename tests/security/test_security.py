@@ -33,6 +33,7 @@ from tests.support.grpc_fakes import (
     ACCEPTED,
     DIGEST,
     MAX_MESSAGE_BYTES,
+    METHODS,
     RECORD,
     REQUEST,
     SCHEMA,
@@ -46,7 +47,7 @@ from tests.support.grpc_fakes import (
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
-OURS = [method.path for method in methods.METHODS]
+OURS = [method.path for method in METHODS]
 HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 INSPECTION = [
     methods.GET_STATUS.path,

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import (
@@ -34,9 +35,13 @@ from averaging.receipts.totals import Totals
 from averaging.security.credentials import Credentials
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.deadlines import Learned, Phase
+from averaging.transport import RpcMethod
 from averaging.transport.direct import DirectTransport
-from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc import GrpcTransport, methods
 from tests.support.ports import free_address
+
+# All methods of a peer.
+METHODS: list[RpcMethod[Any, Any]] = [each for each in vars(methods).values() if isinstance(each, RpcMethod)]
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_PART_BYTES = 2 << 20

@@ -42,9 +42,8 @@ from averaging.transport import RpcMethod, parse
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.conversion import AVERAGING_DATA
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
+from tests.support.grpc_fakes import METHODS
 from tests.support.spelling import spelled
-
-METHODS: list[RpcMethod[Any, Any]] = list(methods.METHODS)
 
 
 def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

@@ -35,7 +35,6 @@ from averaging.transport.grpc.channels import MAX_MESSAGE_BYTES, RpcChannel
 from averaging.transport.grpc.conversion import (
     AVERAGING_DATA,
     MessageCopier,
-    TensorMessage,
     TensorReader,
     tensor_messages,
 )
@@ -43,6 +42,7 @@ from averaging.transport.grpc.dialling import Dialling, check_listen
 from averaging.transport.grpc.etcd import EtcdCluster
 from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
 from averaging.transport.grpc.transport import GrpcTransport
+from averaging.wire.runtime_pb2 import Tensor as TensorMessage
 
 __all__ = [
     "AVERAGING_DATA",

@@ -278,8 +278,6 @@ AVERAGING_DATA = _AveragingDataCopier(AveragingData, averaging_pb2.AveragingData
 DOWNLOAD_DATA = TensorCopier(DownloadData, averaging_pb2.DownloadData)
 
 
-__all__ = ["CHUNK_BYTES", "TensorMessage", "TensorReader", "tensor_messages"]
-
 CHUNK_BYTES = 4 << 20  # default maximum bytes of a tensor in one message
 
 _INTEGERS = {name: Raw(name, dtype) for name, dtype in STATE_DTYPES.items() if name not in AVERAGED_DTYPES}

@@ -271,16 +271,3 @@ GET_SCHEMA = RpcMethod(
         sparse=Rule(copier=_TopKCopier(TopK, status_pb2.TopK)),
     ),
 )
-
-METHODS: tuple[RpcMethod[Any, Any], ...] = (
-    JOIN_GROUP,
-    AGGREGATE_PART,
-    DOWNLOAD_STATE,
-    EXCHANGE,
-    PUSH,
-    SUBSCRIBE,
-    LIST_RECORDS,
-    GET_STATUS,
-    WATCH_ROUNDS,
-    GET_SCHEMA,
-)
