@@ -304,6 +304,7 @@ class Topic:
         return replace(self, schema=schema)
 
     def at(self, phase: str) -> Schema:
+        """The schema of one phase; only peers in the same phase form a group."""
         return replace(self.schema, topic=f"{self.schema.topic}/{phase}") if phase else self.schema
 
     def write(self, result: RoundResult) -> None:

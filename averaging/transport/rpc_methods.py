@@ -122,9 +122,11 @@ class RpcMethod(Generic[Request, Reply]):
         return self.path.split("/")[2]
 
     def read_request(self, raw: bytes) -> Request:
+        """Decodes a request of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.request, self._short(raw, self.max_request_bytes))
 
     def read_reply(self, raw: bytes) -> Reply:
+        """Decodes a reply of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.reply, self._short(raw, self.max_reply_bytes))
 
     def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:

@@ -239,8 +239,7 @@ class Listener:
         self._tickets[ticket] = admission
         self._loop.call_later(VALID_SECONDS, self._tickets.pop, ticket, None)
 
-    async def stop(self, grace: float) -> None:
-        """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
+    async def stop(self, grace: float) -> None:  # in seconds, for streams in progress
         for listening in self._sockets:
             self._loop.remove_reader(listening)
             listening.close()

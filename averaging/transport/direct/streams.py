@@ -143,8 +143,7 @@ class Stream:
             self._admission.check(message.endpoint)
         return message
 
-    async def drop(self) -> bool:
-        """Reads a frame that nobody wants; returns whether another one may follow."""
+    async def drop(self) -> bool:  # of a frame that nobody wants; whether another one may follow
         self.ended = self.ended or (await self._link.read()).kind is FrameKind.END
         return not self.ended
 
