@@ -285,8 +285,7 @@ class RunEnd:
         others = training.announcements.of_others().keys() | self._partners
         if self._strategy.stage is not Stage.COMPARED:
             others -= self._digests.keys()
-        progress = training.peer.progress
-        gone = training.site.broadcast_from_leader(lambda: training.thread.run(progress.gone_of(others)))
+        gone = training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.progress.gone_of(others)))
         self._gone.update(gone)
         training.announcements.refresh()
 

@@ -141,9 +141,9 @@ class Announcements:
         """Seconds to add to this peer's clock for the clock of the run; at the leader of a site."""
         if (now := time.monotonic()) - self._corrected_at > CORRECTION_SECONDS:
             self._corrected_at = now
-            discovery = self._peer.discovery
+            peer = self._peer
             self._correction = self._queries.recent(
-                self._thread, "clock", lambda: discovery.diagnose().clock_correction, wait=False
+                self._thread, "clock", lambda: peer.discovery.diagnose().clock_correction, wait=False
             )
         return self._correction
 
