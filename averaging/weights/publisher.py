@@ -124,7 +124,6 @@ class WeightPublisher:
         return len(self._followers)
 
     def readers(self) -> Iterable[WeightReader]:
-        """The connected followers, for the status of the peer."""
         for name, follower in self._followers.items():
             has = follower.asked if follower.engine_has is None else follower.engine_has
             part = "" if has is None or has >= 0 else f"unknown: a part of {-1 - has}"
@@ -132,14 +131,9 @@ class WeightPublisher:
             yield WeightReader("follower", where, part, None if part else has, self.version)
 
     async def publish(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
-        """Publishes weights. The tensors must not change until it returns.
+        """Publishes a state dict, or the model's, whose tensors must not change until it returns. Returns the version.
 
-        Args:
-            state: Tensors by name; the model's state dict if None. Values that are no tensors are left out.
-            version: Number above that of the version before; the next number if None.
-
-        Returns:
-            The version.
+        The version is above the one before, by one if None. Values that are no tensors are left out.
 
         Raises:
             ConfigError: `version` is not above the newest one, unless the weights are the same too. There are neither a
@@ -153,11 +147,7 @@ class WeightPublisher:
         return self._publish_copy(self._copy(state), version)
 
     def publish_snapshot(self, snapshot: WeightSnapshot) -> None:
-        """Publishes weights that were received and verified; again the newest ones does nothing.
-
-        Raises:
-            ConfigError: the version is below the newest one.
-        """
+        """Publishes weights that were received and verified; again the newest ones does nothing."""
         with self._publishing:
             last = -1 if self.version is None else self.version
             if snapshot.manifest.version > last:
@@ -166,7 +156,7 @@ class WeightPublisher:
                 raise _not_above(snapshot.manifest.version, last)
 
     def averaged(self, averager: DecentralizedAverager) -> None:
-        """Called by the averager that serves this publisher, see `StateService`."""
+        # Called by the averager that serves this publisher, see `StateService`.
         if self._model is None:
             raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
         self._run_id = self._run_id or averager.run_id
@@ -193,7 +183,7 @@ class WeightPublisher:
         return begin_copy(state, self._dtype, self._store.newest)
 
     def _publish_copy(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
-        """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""
+        # With `at_least`, the version is raised above the newest one if the weights have changed.
         with self._publishing:
             newest, ranks = self._store.newest, self._ranks
             last = -1 if newest is None else newest.manifest.version

@@ -94,18 +94,9 @@ class ModelReceiver:
     complete when each wanted part has the digest that the joined publisher named for it. So parts of two versions are
     never mixed.
 
-    Args:
-        options: options of the follower.
-        own: returns the part of each tensor that the follower holds, so that other models are refused, and of a model
-            in parts only what it holds is received; None to take whatever is published.
-        base: weights that are here already.
-        on_progress: callback with received and expected bytes of all parts, before they are encoded.
-
-    Attributes:
-        changes: happen when versions, parts of them, `failure` or `connected` change.
-        bytes_received: bytes of encoded pieces.
-        retries: attempts to receive a version that failed.
-        endpoint: address at which this follower hands on versions; empty if it does not.
+    Of `own`, the part of each tensor that the follower holds, other models are refused, and of a model in parts only
+    that is received; None takes whatever is published. `base` are weights that are here already. `on_progress` gets the
+    received and expected bytes of all parts, before they are encoded.
     """
 
     def __init__(
@@ -116,11 +107,13 @@ class ModelReceiver:
         on_progress: Callable[[int, int], None] = lambda received, total: None,
     ) -> None:
         self._options, self._own, self._on_progress = options, own, on_progress
-        self.changes, self.endpoint = Changes(), ""
+        self.changes = Changes()  # of versions, parts of them, `failure` and `connected`
+        self.endpoint = ""  # at which this follower hands on versions; empty if it does not
         self._stack = AsyncExitStack()
         self._first = _PartReceiver(self, options, base)
         self._others: dict[str, _PartReceiver] = {}  # by the endpoint of their publisher
-        self.bytes_received = self.retries = 0
+        self.bytes_received = 0  # of encoded pieces
+        self.retries = 0  # attempts to receive a version that failed
         self._complete: WeightSnapshot | DividedSnapshot | None = base  # the newest complete version
 
     @property
@@ -129,11 +122,7 @@ class ModelReceiver:
 
     @property
     def newest(self) -> WeightSnapshot | DividedSnapshot | None:
-        """The newest version that is here completely.
-
-        Raises:
-            TensorError: the parts of a version are not one model, or not that of the follower.
-        """
+        """The newest version that is here completely, or TensorError if its parts are not one model, or another."""
         # One that was announced with its digests is known before an earlier one that is still being received.
         for manifest in sorted(self._first.manifests, key=lambda each: each.version, reverse=True):
             if self._complete is not None and manifest.version <= self._complete.manifest.version:

@@ -39,7 +39,6 @@ class WeightPieces:
         return True
 
     def key(self, index: int) -> tuple[bytes, int]:
-        """The digest and the length of a piece; equal pieces have equal ones."""
         _, start, stop = self.manifest.layout.pieces[index]
         return self.digests[index], stop - start
 
@@ -48,7 +47,6 @@ class WeightPieces:
         return self.firsts[self.key(index)] != index
 
     def piece(self, index: int) -> Bytes:
-        """The bytes of a piece that is here, as a view."""
         bucket, start, stop = self.manifest.layout.pieces[index]
         return self.buffers[bucket][start:stop]
 
@@ -105,7 +103,6 @@ class WeightSnapshot(WeightPieces):
             yield spec, spec.over(self.of_tensor(number).data)
 
     def whole(self) -> WeightSnapshot:
-        """The same weights with the tensors sorted by name."""
         layout = self.manifest.layout
         return self.arranged(replace(layout, tensors=tuple(sorted(layout.tensors, key=lambda spec: spec.name))))
 
@@ -131,7 +128,6 @@ class DividedSnapshot:
         return put_together(self.parts())
 
     def whole(self) -> WeightSnapshot:
-        """All tensors of the model, sorted by name."""
         return seal(view_state(dict(sorted(self.tensors().items()))), self.manifest.version, None)
 
 
@@ -156,7 +152,6 @@ class StateCopy:
             self._done = next(self._slices)
 
     def _copied(self, sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-        """Copies the tensors and converts them. Yields how far it is."""
         for bucket, (first, stop, nbytes, _) in enumerate(self.layout.buckets):
             specs, here = self.layout.tensors[first:stop], sources[first:stop]
             dtype = specs[0].torch_dtype
@@ -174,7 +169,6 @@ class StateCopy:
         yield self._end
 
     def _copied_in_slices(self, number: int, source: torch.Tensor) -> Iterator[int]:
-        """Copies a tensor. Yields how many bytes of it are copied."""
         spec = self.layout.tensors[number]
         if not spec.nbytes:
             return

@@ -102,7 +102,6 @@ class Store:
         return self._incoming or self.newest
 
     def find(self, name: bytes) -> WeightPieces | None:
-        """The version of that name or digest, complete or in part."""
         incoming = self._incoming
         for pieces in self._kept if incoming is None else (*self._kept, incoming):
             manifest = pieces.manifest
@@ -118,7 +117,7 @@ class Store:
         self.changes.happened()
 
     def arrange(self, layout: WeightLayout) -> None:
-        """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
+        # Differences need versions in the same order.
         self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
 
     def receiving(self, incoming: WeightPieces | None) -> None:
@@ -187,7 +186,6 @@ class Store:
             )
 
     def get(self, name: bytes) -> WeightPieces:
-        """Like `find`, or raises StateError."""
         pieces = self.find(name)
         if pieces is None:
             raise StateError(f"no version with the digest {name.hex()[:8]} is here; ask for the newest one")
@@ -246,7 +244,6 @@ def _differences(source: WeightPieces, base: WeightSnapshot, todo: Sequence[int]
 
 
 def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[wire.Reply]:
-    """Messages of about `MESSAGE_BYTES`."""
     replies: list[wire.Reply] = []
     size = 0
     for index, (coding, data) in zip(batch, encoded, strict=True):

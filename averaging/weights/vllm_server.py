@@ -30,13 +30,8 @@ TIMEOUT = 600.0  # seconds for one request to the server
 class VllmServer:
     """One server, and the publisher that its workers follow, while it is entered, as an async context manager.
 
-    Args:
-        url: `http://host:port` of the server.
-        listen: address of the publisher; on loopback only for a server on this machine.
-        advertise: address at which the workers reach it, if that differs.
-        credentials: certificates and tokens of the publisher.
-        init_info: what the workers need besides its address, see `averaging.integrations.vllm.AveragingInitInfo`.
-        pause: see `VLLM_PAUSES`.
+    The server is at `url`. Its workers reach the publisher at `listen` or `advertise`, with loopback only on this
+    machine; `init_info` is what they need besides, see `averaging.integrations.vllm.AveragingInitInfo`.
     """
 
     version: int | None = None  # that all workers have; None before the first, and while it is unknown
@@ -91,12 +86,10 @@ class VllmServer:
         await self._server.__aexit__(kind, error, traceback)
 
     async def load(self, snapshot: WeightSnapshot) -> None:
-        """Has all workers load a version, and the server name it in `/weight_info`.
+        """Has all workers load a version, and the server name it in `/weight_info`, or raises StateError.
 
-        Raises:
-            StateError: the server cannot be reached, or a worker cannot load it; the remedy is in the text. If a worker
-                may have loaded a part, the server stays paused, and `/weight_info` says so. The next call begins anew,
-                also with a server that was started again.
+        If a worker may have loaded a part, the server stays paused, and `/weight_info` says so. The next call begins
+        anew, also with a server that was started again.
         """
         version = snapshot.manifest.version
         self._publisher.publish_snapshot(snapshot)
