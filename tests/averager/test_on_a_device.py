@@ -9,9 +9,10 @@ import torch
 
 from averaging import DiLoCo
 from averaging.weights.snapshot import begin_copy, seal
-from tests.gpu.device_runs import CODES, STRATEGIES, trained
+from tests.gpu.device_runs import LOSSY, STRATEGIES, trained
 from tests.gpu.device_states import check_committed_states
 from tests.gpu.separate_device import moved, separate_device, to_separate
+from tests.support.selection import rest_is_long
 from tests.support.training import Start, model_of
 
 EVERYDAY = ["gradients", "local, overlap", "diloco, fragments"]
@@ -26,16 +27,9 @@ def test_every_strategy_trains_as_on_the_cpu(name: str) -> None:
     assert trained(STRATEGIES[name], moved, to_separate) == on_cpu
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", rest_is_long(LOSSY))
 def test_every_code_gives_all_peers_the_same(code: str) -> None:
-    weights = trained(lambda: DiLoCo(2, compression=code), moved, to_separate)
-    on_cpu = trained(lambda: DiLoCo(2, compression=code))
-    assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
-
-
-def test_the_largest_elements_only() -> None:
-    strategy = partial(DiLoCo, 2, compression="top_k", density=1.0, bits=8)
+    strategy = partial(DiLoCo, 2, **LOSSY[code])
     weights, on_cpu = trained(strategy, moved, to_separate), trained(strategy)
     assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -36,6 +37,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 """All of them, with their options, as far as what travels is exact."""
 
 CODES = [code.name.lower() for code in CompressionType if code and not code.is_sparse]
+
+LOSSY: dict[str, dict[str, Any]] = {
+    "top_k": {"compression": "top_k", "density": 1.0, "bits": 8},
+    **{code: {"compression": code} for code in CODES},
+}
 
 Move = Callable[[torch.nn.Module], torch.nn.Module]
 Put = Callable[[torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
-from tests.gpu.device_runs import CODES, STRATEGIES, trained
+from tests.gpu.device_runs import LOSSY, STRATEGIES, trained
 from tests.support.training import Start, backward, batch_of, equal, model_of, parameters_of
 
 pytestmark = pytest.mark.gpu
@@ -33,16 +33,9 @@ def test_every_strategy_trains_to_the_same_bit_as_on_the_cpu(name: str) -> None:
     assert trained(STRATEGIES[name], on_gpu, put) == trained(STRATEGIES[name])
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", LOSSY)
 def test_every_code_gives_all_peers_the_same(code: str) -> None:
-    weights, on_cpu = (trained(lambda: DiLoCo(2, compression=code), *there) for there in ((on_gpu, put), ()))
-    assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
-
-
-def test_the_largest_elements_only() -> None:
-    weights, on_cpu = (
-        trained(lambda: DiLoCo(2, compression="top_k", density=1.0, bits=8), *there) for there in ((on_gpu, put), ())
-    )
+    weights, on_cpu = (trained(partial(DiLoCo, 2, **LOSSY[code]), *there) for there in ((on_gpu, put), ()))
     assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
 
 
