@@ -34,7 +34,6 @@ def test_every_code_gives_all_peers_the_same(code: str) -> None:
     assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
 
 
-@pytest.mark.asyncio
 async def test_newcomers_get_what_was_committed() -> None:
     await check_committed_states(separate_device(), 1000)
 

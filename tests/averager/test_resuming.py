@@ -79,7 +79,6 @@ async def relaying(endpoint: str) -> AsyncIterator[tuple[Relay, str]]:
         yield relay, address
 
 
-@pytest.mark.asyncio
 async def test_after_a_cut_only_the_rest_travels() -> None:
     readers: list[StateAssembler] = []
     async with Peer(TENSORS, run_id="run", stall_timeout=5.0) as donor, relaying(donor.endpoint) as (relay, endpoint):
@@ -100,7 +99,6 @@ async def test_after_a_cut_only_the_rest_travels() -> None:
     assert readers[-1].received == TOTAL
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "told", ["", "5", "-1 " + "0" * 64, "4 " + "0" * 64, "9" * 30 + " " + "0" * 64, "4 " + "z" * 64, "4  x", "\u0661 "]
 )
@@ -121,7 +119,6 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MAX_JOINED", 1)
 
 
-@pytest.mark.asyncio
 async def test_a_donor_that_has_moved_on_with_the_same_bytes_gives_its_own_version(small_messages: None) -> None:
     donors = Donors({"x:1": [state(1, version=3)], "y:1": [state(1, version=5)]}, cuts={"x:1": [3]}, resumes=True)
     found, donor = await donors.fetch()
@@ -143,7 +140,6 @@ class Spoiling(Donors):
                 yield message
 
 
-@pytest.mark.asyncio
 async def test_wrong_bytes_before_a_cut_are_thrown_away_and_harm_no_sound_donor(small_messages: None) -> None:
     """The cut is in the midst of a tensor, so that nobody has verified them."""
     donors = Spoiling({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [5]}, resumes=True)

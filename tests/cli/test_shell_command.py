@@ -36,7 +36,6 @@ def lives(number: int) -> bool:
         return False
 
 
-@pytest.mark.asyncio
 async def test_the_exit_code_and_the_output(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
         assert await run_command('echo "$WORD"; exit 3', {"WORD": "hello"}, 20.0, stdout=out.fileno()) == 3
@@ -44,7 +43,6 @@ async def test_the_exit_code_and_the_output(tmp_path: Path) -> None:
     assert await run_command("kill -9 $$", {}, 20.0) == -9
 
 
-@pytest.mark.asyncio
 async def test_all_processes_end_when_the_time_is_over(tmp_path: Path) -> None:
     command = f"trap '' TERM; sleep 999 & echo $! > {tmp_path}/child; wait; sleep 999"
     running = asyncio.ensure_future(run_command(command, {}, 1.0))
@@ -53,7 +51,6 @@ async def test_all_processes_end_when_the_time_is_over(tmp_path: Path) -> None:
     await until(lambda: not lives(child))
 
 
-@pytest.mark.asyncio
 async def test_all_processes_end_when_it_is_cancelled(tmp_path: Path) -> None:
     running = asyncio.ensure_future(run_command(f"sleep 999 & echo $! > {tmp_path}/child; wait", {}, 999.0))
     child = await begins(tmp_path / "child")
@@ -63,7 +60,6 @@ async def test_all_processes_end_when_it_is_cancelled(tmp_path: Path) -> None:
     await until(lambda: not lives(child))
 
 
-@pytest.mark.asyncio
 async def test_what_it_leaves_in_the_background_goes_on(tmp_path: Path) -> None:
     assert await run_command(f"sleep 999 & echo $! > {tmp_path}/child", {}, 20.0) == 0
     child = number_in(tmp_path / "child")

@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -20,7 +19,6 @@ from tests.support.grpc_fakes import RECEIPT, FakePeer, client, serving
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 
-@pytest.mark.asyncio
 async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
     async with asyncio.timeout(DEADLINE), client() as watcher:
         seen: list[Receipt] = []
@@ -47,7 +45,6 @@ async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
         assert seen == [replace(receipt, gathered={}) for receipt in given]
 
 
-@pytest.mark.asyncio
 async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
     async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint), client() as watcher:
         watched = [one async for one in watcher.watch_rounds(endpoint, 3)]
@@ -55,7 +52,6 @@ async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
     assert {one.receipt.round for one in watched} == {RECEIPT.round}
 
 
-@pytest.mark.asyncio
 async def test_a_watcher_reads_when_rounds_begin_and_that_the_peer_is_late() -> None:
     async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint):
         told = await asyncio.to_thread(averaging_command, "watch", endpoint, "--last", "1", "--rounds", "1")

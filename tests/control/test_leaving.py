@@ -71,7 +71,6 @@ async def until(peer: Peer, step: LeaveStep) -> None:
                 return
 
 
-@pytest.mark.asyncio
 async def test_a_round_in_progress_ends_and_no_other_begins() -> None:
     leaver = Leaver(non_finite="allow")  # so that only the write of the result takes the lock
     options: dict[str, Any] = {"run_id": "run", "group_size": 2, "non_finite": "allow"}
@@ -98,7 +97,6 @@ async def test_a_round_in_progress_ends_and_no_other_begins() -> None:
     assert leaver.left
 
 
-@pytest.mark.asyncio
 async def test_a_search_ends_and_later_rounds_wait_for_the_end() -> None:
     async with asyncio.timeout(DEADLINE), Leaver().running() as peer:
         search = asyncio.create_task(peer.average())
@@ -110,7 +108,6 @@ async def test_a_search_ends_and_later_rounds_wait_for_the_end() -> None:
         assert receipt.reason == "this peer leaves its run, as it was asked to"
 
 
-@pytest.mark.asyncio
 async def test_newcomers_finish_their_download_and_are_sent_to_other_donors() -> None:
     size = 8 << 20  # more than the buffers on the way hold
     async with asyncio.timeout(DEADLINE), Leaver().running(size) as peer, client() as reader:  # noqa: SIM117
@@ -127,7 +124,6 @@ async def test_newcomers_finish_their_download_and_are_sent_to_other_donors() ->
             assert (await leaving)[-1] is LeaveStep.LEFT
 
 
-@pytest.mark.asyncio
 async def test_only_a_peer_whose_program_can_end_it_serves_the_method() -> None:
     async with asyncio.timeout(DEADLINE), Peer([torch.ones(5)], run_id="run") as peer:
         with pytest.raises(CallRefusedError) as refused:
@@ -140,7 +136,6 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "is_own", lambda host: False)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("token", [False, True])
 async def test_a_stranger_and_another_member_cannot_end_a_peer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: bool
@@ -155,7 +150,6 @@ async def test_a_stranger_and_another_member_cannot_end_a_peer(
         assert not peer.leaves
 
 
-@pytest.mark.asyncio
 async def test_without_the_token_not_even_a_caller_on_its_machine_may(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(certificates.TOKEN)
     async with asyncio.timeout(DEADLINE), Leaver(token_file=tmp_path / "token").running() as peer:
@@ -165,7 +159,6 @@ async def test_without_the_token_not_even_a_caller_on_its_machine_may(tmp_path: 
         assert (await ask(peer.endpoint, Credentials(tokens=(certificates.TOKEN,))))[-1] is LeaveStep.LEFT
 
 
-@pytest.mark.asyncio
 async def test_a_certificate_for_its_host_may_end_a_peer_and_another_one_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -181,7 +174,6 @@ async def test_a_certificate_for_its_host_may_end_a_peer_and_another_one_not(
         assert (await ask(peer.endpoint, certificates.secure("127.0.0.1")))[-1] is LeaveStep.LEFT
 
 
-@pytest.mark.asyncio
 async def test_a_caller_over_ipv6_on_its_machine_may_end_a_peer() -> None:
     async with asyncio.timeout(DEADLINE), Leaver(listen="[::1]:0").running() as peer:
         assert (await ask(peer.endpoint))[-1] is LeaveStep.LEFT

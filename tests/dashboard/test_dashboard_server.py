@@ -53,7 +53,6 @@ async def events_of(reply: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
             yield name, json.loads(line.removeprefix("data: "))
 
 
-@pytest.mark.asyncio
 async def test_the_files_of_the_page_load_nothing_from_elsewhere() -> None:
     async with serving(FakeRun()) as (_, client):
         for path, kind in {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}.items():
@@ -71,7 +70,6 @@ async def test_the_files_of_the_page_load_nothing_from_elsewhere() -> None:
             assert reply.headers["cross-origin-resource-policy"] == "same-origin"
 
 
-@pytest.mark.asyncio
 async def test_a_page_gets_everything_and_then_each_change() -> None:
     run = FakeRun()
     async with serving(run) as (_, client), page(client) as events:
@@ -92,7 +90,6 @@ async def test_a_page_gets_everything_and_then_each_change() -> None:
         assert (missing.status_code, missing.json()) == (404, {"error": "this round is not remembered any more"})
 
 
-@pytest.mark.asyncio
 async def test_the_page_only_reads() -> None:
     async with serving(FakeRun()) as (_, client):
         for path in ("/", "/events", "/state", "/rounds/1"):
@@ -104,7 +101,6 @@ async def test_the_page_only_reads() -> None:
         assert (await client.get("/page/%2e%2e/server.py")).status_code == 404
 
 
-@pytest.mark.asyncio
 async def test_many_open_pages_cost_the_peers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_PAGES", 3)
     run = FakeRun()
@@ -126,7 +122,6 @@ async def test_many_open_pages_cost_the_peers_nothing(monkeypatch: pytest.Monkey
         assert content["waiting_share"] == 0.7
 
 
-@pytest.mark.asyncio
 async def test_a_page_that_reads_too_slowly_gets_everything_anew() -> None:
     updates = server_module.Updates(lambda: {"full": True})
     slow, quick = updates.events(), updates.events()
@@ -145,7 +140,6 @@ async def test_a_page_that_reads_too_slowly_gets_everything_anew() -> None:
     assert updates.pages == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "headers",
     [
@@ -171,7 +165,6 @@ async def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None
             assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
-@pytest.mark.asyncio
 async def test_the_own_page_links_and_forwarded_ports_are_answered() -> None:
     async with serving(FakeRun(), hosts=("Runs.Example.org.",)) as (server, client):
         port = httpx.URL(server.url).port
@@ -191,7 +184,6 @@ async def test_the_own_page_links_and_forwarded_ports_are_answered() -> None:
             assert (await client.get("/state", headers={"Host": host})).status_code == 200, host
 
 
-@pytest.mark.asyncio
 async def test_a_password_is_needed_with_every_request(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.touch(mode=0o600)
@@ -207,7 +199,6 @@ async def test_a_password_is_needed_with_every_request(tmp_path: Path) -> None:
         assert (await client.get("/state", auth=("any", SECRET), headers={"Host": "evil.example"})).status_code == 403
 
 
-@pytest.mark.asyncio
 async def test_other_machines_may_read_only_by_the_users_word(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.touch(mode=0o600)
@@ -248,7 +239,6 @@ def test_wrong_files_are_refused_with_a_reason(tmp_path: Path) -> None:
         DashboardServer(FakeRun().views, password_file=short)
 
 
-@pytest.mark.asyncio
 async def test_invalid_requests_are_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(FakeRun()) as (server, client):
         port = httpx.URL(server.url).port
@@ -262,7 +252,6 @@ async def test_invalid_requests_are_answered_and_not_logged(caplog: pytest.LogCa
     assert caplog.records == []
 
 
-@pytest.mark.asyncio
 async def test_the_server_ends_at_once_although_pages_are_open() -> None:
     async with serving(FakeRun()) as (server, client), page(client) as events:
         await anext(events)
@@ -271,7 +260,6 @@ async def test_the_server_ends_at_once_although_pages_are_open() -> None:
         assert [each async for each in events] == []
 
 
-@pytest.mark.asyncio
 async def test_a_failure_of_the_collector_ends_the_server() -> None:
     async def broken(_: Any) -> AsyncGenerator[Any, None]:
         yield view()

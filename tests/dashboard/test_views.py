@@ -74,7 +74,6 @@ console.log(JSON.stringify([peers, shownRun(update, peers), othersOf(update)]));
     ]
 
 
-@pytest.mark.asyncio
 async def test_real_peers_are_shown_with_their_rounds() -> None:
     progress = TrainingProgress("LocalSGD", "training", 30, 3, steps_per_second=2.5, samples_per_second=math.nan)
     options: dict[str, Any] = {"run_id": "run", "group_size": 2}

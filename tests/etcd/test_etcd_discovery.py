@@ -47,7 +47,6 @@ async def cluster_of(etcd: Etcd) -> AsyncIterator[EtcdCluster]:
         await cluster.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("scenario", SCENARIOS)
 async def test_a_real_etcd_does_what_the_model_does(etcd: Etcd, scenario: Scenario) -> None:
     async with cluster_of(etcd) as cluster:
@@ -72,7 +71,6 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3,), value)}
 
 
-@pytest.mark.asyncio
 async def test_peers_meet_average_and_leave_nothing(etcd: Etcd) -> None:
     async with cluster_of(etcd) as cluster, AsyncExitStack() as stack:
         peers = [
@@ -110,7 +108,6 @@ async def test_peers_meet_average_and_leave_nothing(etcd: Etcd) -> None:
         assert (await cluster.list_values(b"averaging/", 9)).values == ()
 
 
-@pytest.mark.asyncio
 async def test_peers_go_on_when_etcd_is_stopped_for_a_while(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
     """They say so, know each other still, and average again when it is back."""
     async with cluster_of(etcd), AsyncExitStack() as stack:

@@ -41,7 +41,6 @@ async def up(register: Register) -> None:
                 await asyncio.sleep(0.1)
 
 
-@pytest.mark.asyncio
 async def test_an_entry_goes_some_time_after_its_last_write(etcd: Etcd) -> None:
     now = [0.0]
     async with RpcChannel(f"127.0.0.1:{etcd.port}", credentials=credentials(etcd)) as channel:
@@ -63,7 +62,6 @@ async def test_an_entry_goes_some_time_after_its_last_write(etcd: Etcd) -> None:
         assert (await register.compare_and_set("other", b"3", None)).done
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(3))
 async def test_histories_of_callers_that_are_cut_off_are_linearizable(etcd: Etcd, seed: int) -> None:
     rng, recorder = random.Random(seed), Recorder()
@@ -82,7 +80,6 @@ async def test_histories_of_callers_that_are_cut_off_are_linearizable(etcd: Etcd
     assert is_linearizable(recorder.history)
 
 
-@pytest.mark.asyncio
 async def test_without_a_certificate_nobody_is_heard(etcd: Etcd) -> None:
     async with RpcChannel(f"127.0.0.1:{etcd.port}", credentials=credentials(etcd)) as channel:
         await up(EtcdRegister([channel]))

@@ -46,7 +46,6 @@ async def up(etcd: Etcd, text: str) -> EtcdSeeds:
                 await asyncio.sleep(0.1)
 
 
-@pytest.mark.asyncio
 async def test_peers_that_start_at_the_same_time_meet_and_leave_nothing(etcd: Etcd) -> None:
     """All have the same options; one of them starts the run, and the key is empty when all have left."""
     text, told = seed(etcd), list[FoundSeeds]()
@@ -64,7 +63,6 @@ async def test_peers_that_start_at_the_same_time_meet_and_leave_nothing(etcd: Et
     assert any(found.own for found in told)
 
 
-@pytest.mark.asyncio
 async def test_the_address_of_a_killed_peer_goes_and_that_of_a_peer_stays(etcd: Etcd) -> None:
     text = seed(etcd)
     reader = await up(etcd, text)
@@ -80,7 +78,6 @@ async def test_the_address_of_a_killed_peer_goes_and_that_of_a_peer_stays(etcd: 
         await seeds.close()
 
 
-@pytest.mark.asyncio
 async def test_a_lease_that_has_ended_is_replaced(etcd: Etcd) -> None:
     now = [0.0]
     source = parse_seed(seed(etcd))
@@ -100,7 +97,6 @@ async def test_a_lease_that_has_ended_is_replaced(etcd: Etcd) -> None:
         await each.close()
 
 
-@pytest.mark.asyncio
 async def test_other_keys_and_what_is_no_address_are_not_read(etcd: Etcd) -> None:
     text = seed(etcd, "a")
     reader = await up(etcd, text)

@@ -48,7 +48,6 @@ async def begin(client: httpx.AsyncClient) -> None:
     assert (await client.post("/register-env", json=ENVIRONMENT)).json()["env_id"] == 0
 
 
-@pytest.mark.asyncio
 async def test_a_run_route_by_route() -> None:
     async with serving() as client:
         assert (await client.get("/")).json() == {"message": "AtroposLib API"}
@@ -148,7 +147,6 @@ BAD_JSON = [
 ]
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_used_is_refused_with_a_reason() -> None:
     async with serving() as client:
         await begin(client)
@@ -164,7 +162,6 @@ async def test_what_cannot_be_used_is_refused_with_a_reason() -> None:
         assert reply.json() == {"status": "received"}, "large numbers are finite"
 
 
-@pytest.mark.asyncio
 async def test_an_environment_that_nobody_registered_is_asked_to_register() -> None:
     async with serving() as client:
         await begin(client)
@@ -176,7 +173,6 @@ async def test_an_environment_that_nobody_registered_is_asked_to_register() -> N
         assert (await client.request("GET", "/status-env")).status_code == 422
 
 
-@pytest.mark.asyncio
 async def test_unknown_paths_and_methods_get_json_errors() -> None:
     async with serving() as client:
         for method, path, status in (("GET", "/nothing", 404), ("DELETE", "/batch", 405), ("GET", "/scored_data", 405)):
@@ -186,7 +182,6 @@ async def test_unknown_paths_and_methods_get_json_errors() -> None:
         assert (await client.get("/batch?step=-1")).status_code == 422
 
 
-@pytest.mark.asyncio
 async def test_gzip_both_ways() -> None:
     async with serving() as client:
         await begin(client)
@@ -208,7 +203,6 @@ def bomb(nbytes: int) -> bytes:
     return b"".join((packer.compress(b" " * nbytes), packer.compress(json.dumps(GROUP).encode()), packer.flush()))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("content", "headers", "status", "expected"),
     [
@@ -239,7 +233,6 @@ async def test_bodies_are_bounded(
         ).status_code == 422
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("addresses", "fit"), [(["127.0.0.2"], 2), (["127.0.0.2", "127.0.0.3"], 4)])
 async def test_all_bodies_together_are_bounded_and_those_of_one_address(
     addresses: list[str], fit: int, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +262,6 @@ async def test_all_bodies_together_are_bounded_and_those_of_one_address(
             assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
 
 
-@pytest.mark.asyncio
 async def test_a_request_has_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SECONDS", 0.2)
     async with FeedServer(":memory:") as feed:
@@ -298,7 +290,6 @@ def becomes_closed(port: int) -> bool:
     return False
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_stops_reading_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path / "store") as client:
         await client.post("/register", json=REGISTRATION | {"batch_size": 1})
@@ -313,7 +304,6 @@ async def test_a_client_that_stops_reading_is_disconnected(tmp_path: Path, monke
             assert await asyncio.to_thread(becomes_closed, at), "the connection is still open"
 
 
-@pytest.mark.asyncio
 async def test_each_request_needs_a_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n{OLD_TOKEN}\n")
@@ -337,7 +327,6 @@ async def test_each_request_needs_a_token(tmp_path: Path) -> None:
             assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_without_tokens_tls_needs_a_certificate(tmp_path: Path) -> None:
     files: dict[str, Any] = dict(certificates.write(tmp_path, *certificates.HERE))
     stranger = ssl.create_default_context(cafile=files["tls_ca"])
@@ -352,7 +341,6 @@ async def test_without_tokens_tls_needs_a_certificate(tmp_path: Path) -> None:
                 await client.get("/status")
 
 
-@pytest.mark.asyncio
 async def test_a_full_queue_answers_503_with_retry_after() -> None:
     async with serving(queue_bytes=500) as client:  # two groups
         await begin(client)
@@ -365,7 +353,6 @@ async def test_a_full_queue_answers_503_with_retry_after() -> None:
         assert (await client.post("/scored_data", json=GROUP)).status_code == 200
 
 
-@pytest.mark.asyncio
 async def test_metrics() -> None:
     async with serving() as client:
         await begin(client)
@@ -394,7 +381,6 @@ async def test_metrics() -> None:
         assert all(line.startswith(("#", "averaging_feed_")) for line in lines)
 
 
-@pytest.mark.asyncio
 async def test_events() -> None:
     events: list[Any] = []
     async with serving(on_event=events.append) as client:
@@ -412,7 +398,6 @@ async def test_events() -> None:
     ]
 
 
-@pytest.mark.asyncio
 async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
     async with FeedServer(tmp_path / "store") as feed:
         address = feed.url.removeprefix("http://")
@@ -430,7 +415,6 @@ async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
         pass  # the failed start has released the store
 
 
-@pytest.mark.asyncio
 async def test_an_internal_error_is_answered_and_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +434,6 @@ async def test_an_internal_error_is_answered_and_logged(
     assert "on_event has failed" in caplog.text, "and its clients get their answers"
 
 
-@pytest.mark.asyncio
 async def test_requests_of_web_pages_are_refused() -> None:
     """Also of a page whose name points to this machine, so that its requests have the same origin as the server."""
     async with serving(hosts=["feed.example.org"]) as client:
@@ -464,7 +447,6 @@ async def test_requests_of_web_pages_are_refused() -> None:
             assert (await client.get("/status", headers=headers)).status_code == status, headers
 
 
-@pytest.mark.asyncio
 async def test_head_changes_nothing() -> None:
     async with serving() as client:
         await begin(client)
@@ -475,7 +457,6 @@ async def test_head_changes_nothing() -> None:
         assert (await client.get("/batch")).json()["step"] == 1, "the run is still there"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("inner", [b"[],", b"{},", b'"a":1,', b"7,"])
 async def test_the_objects_of_a_body_are_bounded(inner: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 KiB of gzip may hold 20 million lists, which take gigabytes."""
@@ -494,7 +475,6 @@ async def test_the_objects_of_a_body_are_bounded(inner: bytes, monkeypatch: pyte
         assert psutil.Process().memory_info().rss - before < 4 * len(body)
 
 
-@pytest.mark.asyncio
 async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
     key = {"Idempotency-Key": "k"}
     async with serving() as client:
@@ -512,7 +492,6 @@ async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
         assert (await client.get("/status")).json()["queue_size"] == 1
 
 
-@pytest.mark.asyncio
 async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Any] = []
     async with serving(env_timeout=0.05, on_event=events.append) as client:
@@ -538,7 +517,6 @@ async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: p
     assert all(line.isprintable() for line in lines)
 
 
-@pytest.mark.asyncio
 async def test_a_batch_that_can_never_be_formed_is_said_everywhere(caplog: pytest.LogCaptureFixture) -> None:
     expected = "no batch can be formed: batch_size 10 is not a multiple of the group size 4; "
     run = REGISTRATION | {"batch_size": 10}
@@ -557,7 +535,6 @@ async def test_a_batch_that_can_never_be_formed_is_said_everywhere(caplog: pytes
         assert "warning" not in (await client.get("/status")).json()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
 async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
     async with FeedServer(":memory:", listen=listen) as feed:
@@ -566,7 +543,6 @@ async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
         connection.close()
 
 
-@pytest.mark.asyncio
 async def test_a_trainer_that_resumes_at_another_step_than_it_saved_is_named(caplog: pytest.LogCaptureFixture) -> None:
     other = ", and not at step 2, up to which batches were saved"
     again = "; the batches up to step 4 come again"

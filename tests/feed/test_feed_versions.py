@@ -164,7 +164,6 @@ FALSE = [
 ]
 
 
-@pytest.mark.asyncio
 async def test_a_version_that_is_none_is_refused() -> None:
     async with serving(max_staleness=0) as client:
         await begin(client)
@@ -180,7 +179,6 @@ async def test_a_version_that_is_none_is_refused() -> None:
             FeedServer(":memory:", max_staleness=wrong)
 
 
-@pytest.mark.asyncio
 async def test_who_sends_no_versions_sees_the_old_api() -> None:
     """Also if the server has a limit: the bytes are those of a server without."""
     replies = []
@@ -202,7 +200,6 @@ async def test_who_sends_no_versions_sees_the_old_api() -> None:
     assert not any(b"version" in content or b"stale" in content for content in replies[0])
 
 
-@pytest.mark.asyncio
 async def test_what_is_too_old_is_counted_and_told() -> None:
     events: list[Any] = []
     async with serving(max_staleness=1, on_event=events.append) as client:
@@ -244,7 +241,6 @@ async def test_what_is_too_old_is_counted_and_told() -> None:
     assert str(stale[0]) == "1 groups of env_0 are old: the trainer is at version 5"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reported", [0, 5])
 async def test_groups_of_unknown_weights_are_dropped_where_versions_are_limited(
     reported: int, caplog: pytest.LogCaptureFixture
@@ -267,7 +263,6 @@ async def test_groups_of_unknown_weights_are_dropped_where_versions_are_limited(
         assert len((await client.get("/batch")).json()["batch"]) == 2, "without a limit they are trained"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("version", [{}, {"version": None}, {"version": 3}, {"version": [3, 5]}])
 async def test_an_environment_whose_engine_follows_nobody_is_named(
     version: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -291,7 +286,6 @@ async def test_an_environment_whose_engine_follows_nobody_is_named(
         assert "warning" not in (await client.get("/status")).json(), "its group was not too old when it was posted"
 
 
-@pytest.mark.asyncio
 async def test_a_limit_without_a_version_of_the_trainer_is_said(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(max_staleness=1) as client:
         await begin(client)

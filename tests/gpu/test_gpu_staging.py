@@ -155,6 +155,5 @@ def test_memory_is_freed() -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
-@pytest.mark.asyncio
 async def test_newcomers_get_what_was_committed() -> None:
     await check_committed_states(GPU, 3 * CHUNK_BYTES // 4 + 1)

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.asyncio
 async def test_a_follower_has_the_weights_of_a_publisher() -> None:
     """Both on the GPU, and one follower on the CPU; in bfloat16 as well."""
     published, followed, on_cpu = model_of(0).to(GPU), model_of(1).to(GPU), model_of(2)
@@ -50,7 +49,6 @@ async def joined(sender: WeightSender, receiver: WeightReceiver) -> None:
     await asyncio.gather(sender.setup_weight_sync_group(*group, 0), receiver.setup_weight_sync_group(*group, 1))
 
 
-@pytest.mark.asyncio
 async def test_a_sync_group_over_gloo_sends_what_is_on_the_gpu() -> None:
     state = {"w": torch.randn(1000, 300, device=GPU), "b": torch.randn(7, device=GPU).to(torch.bfloat16)}
     sender, receiver = WeightSender(lambda: state), WeightReceiver()
@@ -72,7 +70,6 @@ def member(stack: ExitStack, role: str, endpoint: str, **options: object) -> Jso
     return stack.enter_context(JsonProcess(*command, env=env))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("dies", [False, True])
 async def test_explorers_get_versions_over_nccl(dies: bool) -> None:
     """Whole versions; and a trainer whose explorer is killed goes on, with another one."""

@@ -135,7 +135,6 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
         assert one.outcome is (Outcome.AVERAGED if others > 1 else Outcome.FAILED), one
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("nothing_is_left_behind")
 async def test_no_group_begins_that_is_too_small_for_one_of_its_followers() -> None:
     async with AsyncExitStack() as stack:

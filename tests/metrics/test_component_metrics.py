@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from averaging import WeightFollower, WeightPublisher
 from averaging.elastic.register import GrpcRegister
 from averaging.rl.workers import ModelWorker
@@ -81,7 +79,6 @@ def test_the_command_register() -> None:
         assert http_get(ready["metrics"], "/readyz") == (200, "ready\n")
 
 
-@pytest.mark.asyncio
 async def test_a_model_worker() -> None:
     async with ModelWorker("a0", {}, listen=ANY_PORT, metrics_listen=ANY_PORT) as worker:
         page = await asyncio.to_thread(scrape, worker.metrics_endpoint)

@@ -40,7 +40,6 @@ async def get(endpoint: str, path: str) -> tuple[int, str]:
     return await asyncio.to_thread(http_get, endpoint, path)
 
 
-@pytest.mark.asyncio
 async def test_probes_and_metrics_are_answered() -> None:
     component = Component()
     async with component.observed() as observed:
@@ -57,7 +56,6 @@ async def test_probes_and_metrics_are_answered() -> None:
         await get(observed.endpoint or "127.0.0.1:1", "/healthz")
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_stands_still_fails_its_probes_rather_than_letting_them_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,7 +86,6 @@ def _probe_until_unhealthy(endpoint: str) -> tuple[int, str, dict[str, dict[tupl
     return *answer, scrape(endpoint)
 
 
-@pytest.mark.asyncio
 async def test_a_component_that_cannot_be_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> Samples:
         raise RuntimeError("no such thing")
@@ -99,7 +96,6 @@ async def test_a_component_that_cannot_be_measured_is_said_once(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == ["metrics cannot be read; the last ones are shown"]
 
 
-@pytest.mark.asyncio
 async def test_a_taken_port_is_an_error_that_says_which_option() -> None:
     async with Component().observed() as observed:
         with spelling(as_flag), pytest.raises(ListenError, match="--metrics-listen.*a port that nobody uses"):
@@ -109,7 +105,6 @@ async def test_a_taken_port_is_an_error_that_says_which_option() -> None:
         await Component().observed("host.invalid:0").__aenter__()
 
 
-@pytest.mark.asyncio
 async def test_ipv6_and_all_addresses_of_the_machine() -> None:
     async with Component().observed("[::1]:0") as observed, Component().observed("[::]:0") as everywhere:
         assert observed.endpoint.startswith("[::1]:")
@@ -118,7 +113,6 @@ async def test_ipv6_and_all_addresses_of_the_machine() -> None:
             assert await get(endpoint, "/healthz") == (200, "ok\n")
 
 
-@pytest.mark.asyncio
 async def test_silent_clients_of_one_host_are_limited_and_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener._HttpExchange, "timeout", 1.0)
     async with Component().observed() as observed:
@@ -147,7 +141,6 @@ def _status(endpoint: str) -> int:
         return 0
 
 
-@pytest.mark.asyncio
 async def test_what_is_no_request_harms_nothing_and_only_reading_is_allowed() -> None:
     async with Component().observed() as observed:
         for sent in (b"\r\n\r\n", b"GET\r\n\r\n", b"\xff\0" * 99, b"GET / HTTP/1.1\r\n" + b"A" * 70000):

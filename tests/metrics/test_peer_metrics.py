@@ -28,7 +28,6 @@ def ones() -> dict[str, torch.Tensor]:
     return {"w": torch.ones(1000)}
 
 
-@pytest.mark.asyncio
 async def test_a_round_is_counted_and_nothing_that_identifies_a_peer_is_told() -> None:
     async with AsyncExitStack() as stack:
         peers = await swarm(stack, [ones(), ones(), ones()], metrics_listen=ANY_PORT, run_id="a-secret-name")
@@ -51,7 +50,6 @@ async def test_a_round_is_counted_and_nothing_that_identifies_a_peer_is_told() -
             assert not [name for name in ("a-secret-name", *(each.endpoint for each in peers)) if name in text]
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_still_joins_is_alive_and_not_ready() -> None:
     address = f"127.0.0.1:{free_port()}"
     nobody = f"127.0.0.1:{free_port()}"
@@ -72,7 +70,6 @@ def _probe(address: str, path: str) -> tuple[int, str]:
         return 0, str(error)
 
 
-@pytest.mark.asyncio
 async def test_the_expiry_of_the_certificate(tmp_path: Path) -> None:
     files = write(tmp_path, "127.0.0.1")
     async with AsyncExitStack() as stack:

@@ -68,7 +68,6 @@ async def answered(watched: watchdog.WatchedLoop) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 async def test_a_blocked_loop_is_named_with_the_line_that_blocks(
     impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,7 +91,6 @@ def hold_the_gil(over: list[bool]) -> None:
         pass
 
 
-@pytest.mark.asyncio
 async def test_a_held_gil_is_named_and_counted(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "averaging.metrics")
     before = WATCHDOG.stalled
@@ -115,7 +113,6 @@ async def test_a_held_gil_is_named_and_counted(impatient: None, caplog: pytest.L
     assert "in hold_the_gil" in named
 
 
-@pytest.mark.asyncio
 async def test_the_thread_ends_with_the_last_loop_and_begins_with_the_next() -> None:
     dog = Watchdog()
     for _ in range(2):

@@ -16,7 +16,6 @@ from tests.monitor.monitored import light_run
 from tests.support.ports import free_address
 
 
-@pytest.mark.asyncio
 async def test_all_peers_are_learned_from_one_and_asked_at_most_once_in_two_seconds() -> None:
     async with light_run(64) as run:
         async with Collector([run.endpoint], receipts=4) as collector:
@@ -36,7 +35,6 @@ async def test_all_peers_are_learned_from_one_and_asked_at_most_once_in_two_seco
         assert snapshot.readers[0][1].name == "192.0.2.9:4300"
 
 
-@pytest.mark.asyncio
 async def test_a_receipt_is_in_one_snapshot_only() -> None:
     async with light_run(1) as run, Collector([run.endpoint], receipts=64, interval=0.1) as collector:
         await collector.collect()
@@ -49,7 +47,6 @@ async def test_a_receipt_is_in_one_snapshot_only() -> None:
         assert seen == sorted(set(seen))
 
 
-@pytest.mark.asyncio
 async def test_peers_that_do_not_answer_are_named_with_the_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts connections, and nobody reads
         stopped = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -70,7 +67,6 @@ async def _check_silent_peers(stopped: str) -> None:
         assert "not an address" not in errors
 
 
-@pytest.mark.asyncio
 async def test_a_peer_of_another_run_is_not_mixed_in() -> None:
     async with light_run(1) as run, light_run(1, run_id="other") as other, Collector([run.endpoint]) as collector:
         run.peers[0].others += (other.endpoint,)
@@ -82,7 +78,6 @@ async def test_a_peer_of_another_run_is_not_mixed_in() -> None:
         }
 
 
-@pytest.mark.asyncio
 async def test_a_peer_under_another_address_is_shown_once() -> None:
     async with light_run(2) as run:
         alias = run.endpoint.replace("127.0.0.1", "localhost")
@@ -92,7 +87,6 @@ async def test_a_peer_under_another_address_is_shown_once() -> None:
             assert [len(peer.calls) for peer in run.peers] == [1, 1]
 
 
-@pytest.mark.asyncio
 async def test_text_of_a_hostile_peer_is_harmless_in_json() -> None:
     evil = "\x1b[2J\x00evil"
     async with light_run(1) as run, Collector([run.endpoint]) as collector:
@@ -102,7 +96,6 @@ async def test_text_of_a_hostile_peer_is_harmless_in_json() -> None:
         assert "evil" in text
 
 
-@pytest.mark.asyncio
 async def test_a_client_is_shown_with_what_others_say_of_it() -> None:
     async with light_run(1) as run, Collector([run.endpoint]) as collector:
         [peer] = run.peers

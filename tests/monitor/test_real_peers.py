@@ -34,7 +34,6 @@ async def until(collector: Collector, condition: Callable[[RunSnapshot], object]
     return snapshot
 
 
-@pytest.mark.asyncio
 async def test_rounds_and_who_waits_for_whom() -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(Peer(tensors(), run_id="run"))
@@ -59,7 +58,6 @@ async def test_rounds_and_who_waits_for_whom() -> None:
             await waiting
 
 
-@pytest.mark.asyncio
 async def test_followers_and_explorers_with_their_versions() -> None:
     publisher, model = WeightPublisher(), {"w": torch.ones(4)}
     async with AsyncExitStack() as stack:

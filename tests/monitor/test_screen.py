@@ -61,7 +61,6 @@ def shown(app: TopApp) -> str:
     return "\n".join(str(widget.render()) for widget in app.screen.query(Static))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [(1, 1), (7, 2), (80, 24), (300, 100)])
 async def test_every_size_can_be_shown(size: tuple[int, int]) -> None:
     async with screen(run(64), size) as (app, pilot):
@@ -73,7 +72,6 @@ async def test_every_size_can_be_shown(size: tuple[int, int]) -> None:
         assert rows(app) == []
 
 
-@pytest.mark.asyncio
 async def test_hostile_text_has_no_control_characters() -> None:
     evil = "\x1b[2J" + "\u4e2d" * 50 + "\n"
     peer = PeerView("10.0.0.1:1", status=status(1, software=evil, waiting_for=(evil,), run_id=evil))
@@ -117,7 +115,6 @@ def test_peers_with_other_terms_are_shown_with_theirs() -> None:
     assert silent.terms == ()
 
 
-@pytest.mark.asyncio
 async def test_the_selected_peer_stays_selected_while_others_come_and_go() -> None:
     async with screen(run(3)) as (app, pilot):
         await pilot.press("down")
@@ -130,7 +127,6 @@ async def test_the_selected_peer_stays_selected_while_others_come_and_go() -> No
         assert len(rows(app)) == 59
 
 
-@pytest.mark.asyncio
 async def test_numbers_are_sorted_downwards_and_names_upwards() -> None:
     version = [column.title for column in COLUMNS].index("VERSION")
     async with screen(run(12)) as (app, pilot):
@@ -143,7 +139,6 @@ async def test_numbers_are_sorted_downwards_and_names_upwards() -> None:
         assert "12 of 12, sorted by STEPS/S" in shown(app)
 
 
-@pytest.mark.asyncio
 async def test_a_filter_takes_letters_that_are_keys_elsewhere() -> None:
     async with screen(run(5)) as (app, pilot):
         await pilot.press("slash", *"0.0.3:1q", "backspace", "enter")
@@ -153,7 +148,6 @@ async def test_a_filter_takes_letters_that_are_keys_elsewhere() -> None:
         assert len(rows(app)) == 5
 
 
-@pytest.mark.asyncio
 async def test_receipts_of_the_selected_peer_are_a_page_the_newest_first() -> None:
     async with screen(run(5)) as (app, pilot):
         await pilot.press("down", "enter")

@@ -34,7 +34,6 @@ class Rude(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-@pytest.mark.asyncio
 async def test_the_text_of_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "averaging")
     server = grpc.aio.server(handlers=[Rude()])
@@ -51,7 +50,6 @@ async def test_the_text_of_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     assert all(is_harmless(record.getMessage()) for record in caplog.records)
 
 
-@pytest.mark.asyncio
 async def test_the_names_and_ids_of_a_caller(caplog: pytest.LogCaptureFixture) -> None:
     """Each call is refused; neither what the peer logs nor what it answers holds what a terminal would obey."""
     caplog.set_level(logging.DEBUG, "averaging")

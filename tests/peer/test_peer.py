@@ -38,7 +38,6 @@ from tests.support.peers import average, enter, swarm, told
 from tests.support.ports import free_port
 
 
-@pytest.mark.asyncio
 async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others ask this peer meanwhile whether it lives."""
     inline: list[str] = []
@@ -83,7 +82,6 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
     assert in_threads == {name for names in heavy.values() for name in names}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [0, 1 << 20])
 async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", nbytes)
@@ -106,7 +104,6 @@ async def test_the_modes_of_autograd_hold_in_a_thread_too(nbytes: int, monkeypat
     assert bias.tolist() == [1.0] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_commit_while_a_result_is_written_is_the_version_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", 0)
     writing, go_on = threading.Event(), threading.Event()
@@ -139,7 +136,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
 async def test_a_round_is_gone_without_the_garbage_collector(
@@ -164,7 +160,6 @@ def rounds_in_memory() -> set[int]:
     return {id(found) for found in gc.get_objects() if type(found) in kinds}
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_others_cannot_dial_is_notified_as_well_as_they() -> None:
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {"group_size": 2, "part_size_bytes": 1024, "stall_timeout": 1.0}
@@ -200,7 +195,6 @@ def awkward(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reply", list(ReplyForm))
 async def test_tensors_of_all_kinds(reply: ReplyForm) -> None:
     everybody = [awkward(seed) for seed in range(3)]
@@ -213,7 +207,6 @@ async def test_tensors_of_all_kinds(reply: ReplyForm) -> None:
             torch.testing.assert_close(tensor.detach().double(), expected[name], rtol=precision, atol=precision)
 
 
-@pytest.mark.asyncio
 async def test_the_lock_keeps_a_result_out_until_it_is_released() -> None:
     tensors = [{"w": torch.zeros(4)}, {"w": torch.full((4,), 2.0)}]
     async with AsyncExitStack() as stack:
@@ -229,7 +222,6 @@ async def test_the_lock_keeps_a_result_out_until_it_is_released() -> None:
     assert tensors[0]["w"].tolist() == [1.0] * 4
 
 
-@pytest.mark.asyncio
 async def test_a_lock_that_is_held_for_too_long_fails_the_round_and_is_no_error() -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, {"w": torch.zeros(4)}, round_timeout=0.05)
@@ -249,7 +241,6 @@ def test_a_topic_has_a_name_that_discovery_can_carry(name: str) -> None:
         Peer({"w": torch.zeros(3)}, run_id="run").topic(name, {"g": torch.zeros(3)})
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 async def test_nan_and_infinity_are_refused_before_anything_is_sent(value: float) -> None:
     async with AsyncExitStack() as stack:
@@ -260,7 +251,6 @@ async def test_nan_and_infinity_are_refused_before_anything_is_sent(value: float
             await peer.average()
 
 
-@pytest.mark.asyncio
 async def test_nan_is_averaged_where_it_is_allowed() -> None:
     tensors = [
         {"w": torch.tensor([float("nan"), 1.0])},
@@ -273,7 +263,6 @@ async def test_nan_is_averaged_where_it_is_allowed() -> None:
         assert tensor["w"][1].item() == 2.0
 
 
-@pytest.mark.asyncio
 async def test_a_round_that_cannot_be_prepared_fails_at_this_peer_and_goes_on_without_it() -> None:
     def refuse(gathered: Mapping[str, Any]) -> None:
         raise RoundError(f"no room for {len(gathered)} members")
@@ -290,7 +279,6 @@ async def test_a_round_that_cannot_be_prepared_fails_at_this_peer_and_goes_on_wi
     assert set(tensors[1]["w"].tolist()) == {1.0, 1.5}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("options", [{"weight": -1}, {"weight": float("nan")}, {"gather": object()}])
 async def test_arguments_of_average_that_cannot_work(options: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
@@ -299,7 +287,6 @@ async def test_arguments_of_average_that_cannot_work(options: dict[str, Any]) ->
             await peer.average(**options)
 
 
-@pytest.mark.asyncio
 async def test_only_one_average_at_a_time() -> None:
     async with AsyncExitStack() as stack:
         peer = await enter(stack, {"w": torch.zeros(1)})
@@ -313,7 +300,6 @@ async def test_only_one_average_at_a_time() -> None:
         assert not peer.status.looking
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
     async with AsyncExitStack() as stack:
         other = await enter(stack, {"w": torch.zeros(1)})
@@ -327,7 +313,6 @@ async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
         assert endpoint not in other.peers
 
 
-@pytest.mark.asyncio
 async def test_outside_of_async_with_a_peer_says_so() -> None:
     peer = Peer({"w": torch.zeros(1)}, run_id="run")
     assert "not running" in repr(peer)
@@ -335,7 +320,6 @@ async def test_outside_of_async_with_a_peer_says_so() -> None:
         await peer.average()
 
 
-@pytest.mark.asyncio
 async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() -> None:
     port = free_port()
     own = f"localhost:{port}"
@@ -348,7 +332,6 @@ async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() ->
         assert other.peers >= {founder.endpoint}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["run", "token", "no token", "a token here only", "authority", "TLS"])
 async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what: str) -> None:
     def token(name: str, text: str) -> dict[str, Any]:
@@ -385,7 +368,6 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
         assert raised.value.refused
 
 
-@pytest.mark.asyncio
 async def test_peers_at_the_loopback_address_of_ipv6(tmp_path: Path) -> None:
     """With a certificate for it; parts go the direct way."""
     options: dict[str, Any] = {"listen": "[::1]:0", "group_size": 2, **write(tmp_path, "::1")}

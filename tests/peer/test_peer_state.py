@@ -21,7 +21,6 @@ from averaging.tensors.shared_tensors import in_thread
 from tests.support.peers import average, enter, told
 
 
-@pytest.mark.asyncio
 async def test_downloads_that_wait_for_the_tensors_leave_threads_to_a_round() -> None:
     threads = ThreadPoolExecutor(2)
     asyncio.get_running_loop().set_default_executor(threads)
@@ -38,7 +37,6 @@ async def test_downloads_that_wait_for_the_tensors_leave_threads_to_a_round() ->
         assert all(message.metadata for message in await asyncio.gather(*waiting))
 
 
-@pytest.mark.asyncio
 async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
     momentum = torch.full((2,), 5.0)
     tensors = [{"w": torch.zeros(3)}, {"w": torch.full((3,), 4.0)}]
@@ -70,7 +68,6 @@ async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
         assert newcomer.version == 2
 
 
-@pytest.mark.asyncio
 async def test_if_the_application_cannot_take_the_state_nothing_changes() -> None:
     async with AsyncExitStack() as stack:
         mine = {"w": torch.ones(1)}
@@ -85,14 +82,12 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
         assert mine["w"].item() == 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_dict_that_newcomers_could_not_read_is_refused_before_anybody_asks_for_it() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"the state's user dict: a dict has the key \(1, 2\)"):
             await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({}, {"table": {(1, 2): 3}}))
 
 
-@pytest.mark.asyncio
 async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state() -> None:
     user: dict[str, Any] = {"epoch": 1, "losses": [0.5]}
     async with AsyncExitStack() as stack:
@@ -110,7 +105,6 @@ async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state
         assert (state.tensors["w"].item(), state.user) == (7.0, {"epoch": 2, "losses": [0.5, 0.25]})
 
 
-@pytest.mark.asyncio
 async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_earlier_self() -> None:
     mine = {"w": torch.zeros(1)}
     async with AsyncExitStack() as stack:

@@ -47,7 +47,6 @@ async def greeting(nonce: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-@pytest.mark.asyncio
 async def test_the_listener_of_the_caller_is_recognised() -> None:
     async with greeting(NONCE) as port:
         reached, another = await dial(f"127.0.0.1:{port}"), await dial(f"127.0.0.1:{port}", nonce=bytes(NONCE_BYTES))
@@ -56,7 +55,6 @@ async def test_the_listener_of_the_caller_is_recognised() -> None:
     assert another.outcome == DialOutcome.OTHER
 
 
-@pytest.mark.asyncio
 async def test_no_address_but_the_caller_s_is_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether another one is given by its number or by a name, also together with that of the caller."""
     real = socket.getaddrinfo
@@ -84,7 +82,6 @@ async def test_no_address_but_the_caller_s_is_dialled(monkeypatch: pytest.Monkey
     assert {*dialled} == {"203.0.113.7"}
 
 
-@pytest.mark.asyncio
 async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -102,7 +99,6 @@ async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine
     assert other.outcome == DialOutcome.NOT_YOURS
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("host", "endpoint", "loopback"),
     [
@@ -119,21 +115,18 @@ async def test_addresses_at_which_no_peer_can_be(host: str, endpoint: str, loopb
         await dial(endpoint, host, loopback=loopback)
 
 
-@pytest.mark.asyncio
 async def test_a_caller_over_ipv6_may_have_an_address_of_ipv4() -> None:
     async with greeting(NONCE) as port:
         dialled = await dial(f"127.0.0.1:{port}", "ipv6:%5B::ffff:127.0.0.1%5D")
     assert (dialled.outcome, dialled.caller) == (DialOutcome.REACHED, "127.0.0.1")
 
 
-@pytest.mark.asyncio
 async def test_a_listener_without_tls_has_no_certificate_for_its_host() -> None:
     async with greeting(NONCE) as port:
         plain = await dial_back(HERE, f"127.0.0.1:{port}", NONCE, tls("127.0.0.1"), loopback=True)
     assert plain.outcome == DialOutcome.CERTIFICATE
 
 
-@pytest.mark.asyncio
 async def test_a_real_peer_calls_back_a_few_at_a_time_and_asks_for_the_run() -> None:
     waiting: list[asyncio.StreamWriter] = []
     all_wait = asyncio.Event()
@@ -169,7 +162,6 @@ async def test_a_real_peer_calls_back_a_few_at_a_time_and_asks_for_the_run() -> 
         waiting[-1].close()
 
 
-@pytest.mark.asyncio
 async def test_echoes_have_the_bytes_that_were_asked_for() -> None:
     async with Peer([torch.ones(2)], run_id="run") as peer, RpcChannel(peer.endpoint) as to:
         request = probe_pb2.EchoRequest(padding=os.urandom(MAX_ECHO_BYTES), reply_bytes=7)

@@ -19,7 +19,6 @@ async def watched(book: ReceiptBook, last: int) -> list[tuple[int, int]]:
     return [(one.receipt.round, one.skipped) async for one in book.watch(last)]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("last", "first"), [(0, 5), (2, 3), (99, 0)])
 async def test_the_last_ones_first_and_then_each(last: int, first: int) -> None:
     book = ReceiptBook()
@@ -46,7 +45,6 @@ def test_the_last_receipts_after_a_round() -> None:
     assert book.recent(0) == ()
 
 
-@pytest.mark.asyncio
 async def test_a_peer_remembers_so_many() -> None:
     book = ReceiptBook()
     for one in RECEIPTS:
@@ -55,7 +53,6 @@ async def test_a_peer_remembers_so_many() -> None:
     assert [number for number, _ in await watched(book, 10**9)] == list(range(200 - HISTORY, 200))
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_is_slow_skips_the_oldest_and_is_informed_how_many() -> None:
     book = ReceiptBook()
     book.keep(RECEIPTS[0])
@@ -68,7 +65,6 @@ async def test_a_peer_that_is_slow_skips_the_oldest_and_is_informed_how_many() -
         assert [one.receipt.round for one in found] == list(range(4, HISTORY + 4))
 
 
-@pytest.mark.asyncio
 async def test_there_is_an_end_to_watchers_and_room_when_one_leaves() -> None:
     book = ReceiptBook()
     book.keep(RECEIPTS[0])

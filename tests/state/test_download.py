@@ -79,7 +79,6 @@ def equal(found: State, expected: State) -> bool:
     return all(same) and list(found.tensors) == list(expected.tensors) and found.version == expected.version
 
 
-@pytest.mark.asyncio
 async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> None:
     donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [3]})
     found, donor = await donors.fetch()
@@ -87,7 +86,6 @@ async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> 
     assert equal(found, state(1))
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_could_not_deliver_is_reported_in_the_log_only_where_no_error_reports_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -100,7 +98,6 @@ async def test_a_peer_that_could_not_deliver_is_reported_in_the_log_only_where_n
     assert told == "could not download the state from x:1: connection lost; downloaded it from y:1"
 
 
-@pytest.mark.asyncio
 async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again() -> None:
     donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 2, 4, 99]})
     found, _ = await donors.fetch()
@@ -108,7 +105,6 @@ async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again(
     assert len(donors.calls) == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("cuts", "calls"), [([2], 2), ([0], 1), ([1, 2, 3, 4], TRIES_PER_DONOR)])
 async def test_one_that_delivers_nothing_more_is_given_up(cuts: list[int], calls: int) -> None:
     donors = Donors({"x:1": [state(1)]}, cuts={"x:1": cuts})
@@ -117,7 +113,6 @@ async def test_one_that_delivers_nothing_more_is_given_up(cuts: list[int], calls
     assert len(donors.calls) == calls
 
 
-@pytest.mark.asyncio
 async def test_one_that_ends_too_early_on_purpose_is_not_asked_again() -> None:
     donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [2]}, clean=True)
     with pytest.raises(StateError, match="ended after 2 of 5"):
@@ -125,7 +120,6 @@ async def test_one_that_ends_too_early_on_purpose_is_not_asked_again() -> None:
     assert donors.calls == ["x:1"]
 
 
-@pytest.mark.asyncio
 async def test_one_that_was_started_anew_since_it_declared_its_version_comes_after_all_others() -> None:
     donors = Donors({"x:1": [state(1, version=0)], "y:1": [state(2, version=3)]})
     found, donor = await donors.fetch(declared={"x:1": 4.0, "y:1": 3.0})
@@ -137,7 +131,6 @@ async def test_one_that_was_started_anew_since_it_declared_its_version_comes_aft
     assert equal(found, state(1, version=0))
 
 
-@pytest.mark.asyncio
 async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
     donors = Donors({"x:1": [state(1)], "y:1": [state(2)]}, cuts={"x:1": [3]})
     found, _ = await donors.fetch()

@@ -42,7 +42,6 @@ class Slow:
         return asking
 
 
-@pytest.mark.asyncio
 async def test_what_was_begun_for_a_peer_that_lost_patience_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     asking = await slow.asked_in_vain()
@@ -56,7 +55,6 @@ async def test_what_was_begun_for_a_peer_that_lost_patience_serves_the_next(monk
     assert slow.sealed == [1, 2]
 
 
-@pytest.mark.asyncio
 async def test_who_loses_patience_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those who ask again, state after state, would take all threads."""
     slow = Slow(monkeypatch)

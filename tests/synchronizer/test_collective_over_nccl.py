@@ -56,7 +56,6 @@ async def sender(monkeypatch: pytest.MonkeyPatch, timeout: float) -> WeightSende
     return made
 
 
-@pytest.mark.asyncio
 async def test_errors_are_left_to_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HANDLING, "1")
     await (await sender(monkeypatch, 20.0)).send(1)
@@ -67,7 +66,6 @@ async def test_errors_are_left_to_the_members(monkeypatch: pytest.MonkeyPatch) -
     assert HANDLING not in os.environ
 
 
-@pytest.mark.asyncio
 async def test_a_member_that_does_nothing_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "looks", float("inf"))
     made = await sender(monkeypatch, 0.05)
@@ -75,7 +73,6 @@ async def test_a_member_that_does_nothing_is_given_up_in_time(monkeypatch: pytes
         await made.send(1)
 
 
-@pytest.mark.asyncio
 async def test_leaving_ends_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "looks", float("inf"))
     made = await sender(monkeypatch, 60.0)

@@ -127,7 +127,6 @@ async def test_one_that_is_held_does_not_end_without_modules() -> None:
         await synchronizer.get_latest_model_version()
 
 
-@pytest.mark.asyncio
 async def test_checkpoints_are_found_by_the_file_that_names_the_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +151,6 @@ async def test_checkpoints_are_found_by_the_file_that_names_the_latest(
         assert list(synchronizer.get_model_state_dict_iterator()) == []
 
 
-@pytest.mark.asyncio
 async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> None:
     config = SynchronizerConfig(checkpoint_dir=tmp_path)
     async with Synchronizer(config=config) as synchronizer:
@@ -175,7 +173,6 @@ async def test_the_version_does_not_go_back_over_restarts(tmp_path: Path) -> Non
         Synchronizer(config=config)
 
 
-@pytest.mark.asyncio
 async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +199,6 @@ async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(
         assert await path_of(synchronizer) == "global_step_9"
 
 
-@pytest.mark.asyncio
 async def test_a_checkpoint_that_the_trainer_has_set_itself_has_one_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +213,6 @@ async def test_a_checkpoint_that_the_trainer_has_set_itself_has_one_version(
         assert await synchronizer.wait_new_model_state_dict(7) == 9, "and not 8"
 
 
-@pytest.mark.asyncio
 async def test_a_checkpoint_that_cannot_be_handed_out_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,7 +236,6 @@ async def test_a_checkpoint_that_cannot_be_handed_out_is_tried_again(
     ]
 
 
-@pytest.mark.asyncio
 async def test_the_highest_step_can_be_read_back(tmp_path: Path) -> None:
     config = SynchronizerConfig(checkpoint_dir=tmp_path)
     for versions in ((1 << 62, (1 << 62) + 1), ((1 << 62) + 2,)):
@@ -250,7 +244,6 @@ async def test_the_highest_step_can_be_read_back(tmp_path: Path) -> None:
                 assert await synchronizer.set_model_state_dict(state(), 1 << 62, member=f"trainer {version}") == version
 
 
-@pytest.mark.asyncio
 async def test_the_path_is_that_of_the_newest_weights(tmp_path: Path) -> None:
     config = SynchronizerConfig(checkpoint_dir=tmp_path / "checkpoints")
     weights = tmp_path / "weights"
@@ -275,7 +268,6 @@ async def test_the_path_is_that_of_the_newest_weights(tmp_path: Path) -> None:
             list(synchronizer.get_model_state_dict_iterator())
 
 
-@pytest.mark.asyncio
 async def test_a_version_that_cannot_be_kept_is_not_handed_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     async with Synchronizer(config=SynchronizerConfig(checkpoint_dir=tmp_path / "file" / "folder")) as synchronizer:
@@ -321,7 +313,6 @@ async def test_bad_input_is_refused_by_name() -> None:
         await Synchronizer().add_module(Module())
 
 
-@pytest.mark.asyncio
 async def test_a_weight_sync_group_over_ipv6() -> None:
     sender, receiver = WeightSender(lambda: {"w": torch.arange(3.0)}, host="::1"), WeightReceiver()
     address, port, meta = sender.get_weight_sync_info()

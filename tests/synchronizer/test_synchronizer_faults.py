@@ -59,7 +59,6 @@ def whole(process: JsonProcess) -> list[int]:
     return versions
 
 
-@pytest.mark.asyncio
 async def test_explorers_follow_a_trainer_and_one_is_killed() -> None:
     async with site() as run:
         # Explorers that come before the trainer wait for it.
@@ -78,7 +77,6 @@ async def test_explorers_follow_a_trainer_and_one_is_killed() -> None:
         assert not any(run.synchronizer.explorer_status_counts.values())
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("collective", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_trainer_that_dies_or_freezes_releases_the_explorers(number: signal.Signals, collective: bool) -> None:
@@ -93,7 +91,6 @@ async def test_a_trainer_that_dies_or_freezes_releases_the_explorers(number: sig
         assert run.synchronizer.model_version == 0
 
 
-@pytest.mark.asyncio
 async def test_a_trainer_restarted_from_its_checkpoint_does_not_set_the_version_back() -> None:
     async with site() as run:
         trainer = await run.start("trainer", "trainer")
@@ -112,7 +109,6 @@ async def test_a_trainer_restarted_from_its_checkpoint_does_not_set_the_version_
         assert whole(explorer)
 
 
-@pytest.mark.asyncio
 async def test_two_sites_transfer_weights_to_four_explorers_and_one_of_them_dies() -> None:
     async with site() as run:
         trainers = [await run.start("trainer", f"trainer {number}", collective=True) for number in range(2)]
@@ -143,7 +139,6 @@ class Sender(WeightSender):
         super().__init__(lambda: weights(1.0))
 
 
-@pytest.mark.asyncio
 async def test_an_explorer_that_dies_during_the_set_up_is_named_and_the_others_are_free() -> None:
     async with site() as run:
         sender, receiver = Sender(), WeightReceiver()
@@ -174,7 +169,6 @@ async def test_an_explorer_that_dies_during_the_set_up_is_named_and_the_others_a
         await run.synchronizer.coordinate_weight_sync_teardown()
 
 
-@pytest.mark.asyncio
 async def test_a_dead_explorer_does_not_hold_up_the_teardown() -> None:
     async with site() as run:
         sender = Sender()
@@ -188,7 +182,6 @@ async def test_a_dead_explorer_does_not_hold_up_the_teardown() -> None:
             await sender.send(1)
 
 
-@pytest.mark.asyncio
 async def test_without_members_and_with_another_version_it_fails_clearly() -> None:
     async with site() as run:
         with pytest.raises(StateError, match="there is no trainer"):

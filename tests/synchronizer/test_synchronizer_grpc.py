@@ -73,7 +73,6 @@ def test_the_table_has_each_method_of_the_service_with_the_arguments_that_it_tak
             inspect.signature(getattr(Synchronizer, method.name)).bind(None, **arguments)
 
 
-@pytest.mark.asyncio
 async def test_all_methods_from_elsewhere() -> None:
     async with AsyncExitStack() as stack:
         synchronizer, endpoint = await stack.enter_async_context(served())
@@ -123,7 +122,6 @@ async def test_all_methods_from_elsewhere() -> None:
             await explorer.ready_to_nccl_sync("judge", 0)
 
 
-@pytest.mark.asyncio
 async def test_on_a_peer_with_tls_and_token_and_by_namespace(tmp_path: Path) -> None:
     files = write(tmp_path, "127.0.0.1")
     tokens = tmp_path / "tokens"
@@ -162,7 +160,6 @@ async def test_on_a_peer_with_tls_and_token_and_by_namespace(tmp_path: Path) -> 
         Synchronizer(Peer([torch.ones(1)], run_id="demo", mode="client", join=["127.0.0.1:1"]))
 
 
-@pytest.mark.asyncio
 async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_state() -> None:
     weights = torch.ones(3)
     peer = Peer({"w": weights}, run_id="demo")
@@ -183,7 +180,6 @@ async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_stat
         assert synchronizer.trainer_requires_weight_sync() is None, "the peer is no trainer any more"
 
 
-@pytest.mark.asyncio
 async def test_weights_of_the_peer_that_are_being_copied_do_not_follow_the_state_of_a_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,7 +203,6 @@ async def test_weights_of_the_peer_that_are_being_copied_do_not_follow_the_state
         assert same(synchronizer.get_model_state_dict()[0], state())
 
 
-@pytest.mark.asyncio
 async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -> None:
     peer = Peer({"w": torch.ones(3)}, run_id="demo")
     synchronizer = Synchronizer(peer)
@@ -218,7 +213,6 @@ async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -
         assert await synchronizer.ready_to_nccl_sync("explorer", 0) == await trainer == 4
 
 
-@pytest.mark.asyncio
 async def test_on_the_port_of_an_averager() -> None:
     """It runs in the averager's own event loop, in which nobody enters it."""
     model = torch.nn.Linear(2, 1)
@@ -239,7 +233,6 @@ async def test_on_the_port_of_an_averager() -> None:
     assert synchronizer.ended
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("end", ["closed", "cancelled"])
 async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
     async with served() as (synchronizer, endpoint):
@@ -258,7 +251,6 @@ async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
         await until(lambda: not any(synchronizer.explorer_status_counts.values()))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fault", [Fault.CUT, Fault.HALF_OPEN])
 async def test_waits_end_when_the_link_is_cut_and_the_session_comes_back(
     fault: Fault, monkeypatch: pytest.MonkeyPatch
@@ -285,7 +277,6 @@ async def test_waits_end_when_the_link_is_cut_and_the_session_comes_back(
             assert synchronizer.explorer_status_counts == {RUNNING: 1, REQUIRE_SYNC: 0, STOPPED: 0}
 
 
-@pytest.mark.asyncio
 async def test_a_state_that_is_cut_off_leaves_the_former_one() -> None:
     large = state(2.0, 1 << 21)
     with FaultProxy() as proxy:
@@ -319,7 +310,6 @@ class Pausing(SynchronizerService):
                 yield part
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("event", ["cut", "half open", "published"])
 async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with an error, or with exactly the version that it began with."""
@@ -352,7 +342,6 @@ async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch:
                 assert same(found, new)
 
 
-@pytest.mark.asyncio
 async def test_slow_readers_get_whole_versions_or_an_error() -> None:
     """While newer versions come, each reader ends with exactly one of them."""
     async with served() as (synchronizer, endpoint), AsyncExitStack() as stack:
@@ -375,7 +364,6 @@ async def test_slow_readers_get_whole_versions_or_an_error() -> None:
                 tasks.create_task(read(explorer))
 
 
-@pytest.mark.asyncio
 async def test_messages_of_strangers_are_refused() -> None:
     head = wire.StateHead(has_tensors=True, tensors=[wire.Tensor(name="w", dtype="float32", shape=[2])])
     config = SynchronizerConfig(max_state_bytes=1000, silence_timeout=0.5)

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
 import numpy as np
-import pytest
 
 from averaging.protocol import AveragingData, WireTensor
 from averaging.testing.transport import MemoryNetwork
@@ -27,7 +26,6 @@ class Reducer:
             yield part
 
 
-@pytest.mark.asyncio
 async def test_what_was_sent_does_not_change_with_the_tensors_of_its_sender() -> None:
     network, reducer = MemoryNetwork(random.Random(1)), Reducer()
     receiver, sender = network.transport("receiver:1"), network.transport("sender:1")

@@ -44,7 +44,6 @@ def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tenso
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
-@pytest.mark.asyncio
 async def test_the_client_gets_the_tokens_and_their_logprobs_exactly(tmp_path: Path) -> None:
     model = save_language_model(tmp_path / "tiny")
     async with serving(tmp_path / "tiny") as client:
@@ -89,7 +88,6 @@ def bytes_of(tokens: list[int], *, keep_end: bool = True) -> str:
     return text
 
 
-@pytest.mark.asyncio
 async def test_seeds_repeat_streams_agree_and_stop_strings_end(tmp_path: Path) -> None:
     save_language_model(tmp_path / "tiny")
     async with serving(tmp_path / "tiny") as client:
@@ -117,7 +115,6 @@ async def test_seeds_repeat_streams_agree_and_stop_strings_end(tmp_path: Path) -
         assert free[0].choices[0].text != free[1].choices[0].text
 
 
-@pytest.mark.asyncio
 async def test_each_answer_names_the_version_of_the_run_that_made_it(tmp_path: Path) -> None:
     save_language_model(tmp_path / "tiny", seed=0)
     (tmp_path / "tiny" / "model.safetensors").unlink()  # all weights come from the run
@@ -158,7 +155,6 @@ def test_values_that_are_not_finite_in_the_model_are_not_loaded(tmp_path: Path, 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.model.state_dict().items())
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_a_model_that_computes_no_numbers_does_not_answer(tmp_path: Path, temperature: int) -> None:
     save_language_model(tmp_path / "tiny")

@@ -94,7 +94,6 @@ async def send_parts(caller: GrpcTransport, endpoint: str, count: int = 3, nbyte
 # Streams
 
 
-@pytest.mark.asyncio
 async def test_streams_follow_each_other_on_one_connection(credentials: Credentials | None) -> None:
     async with serving(FakePeer(), credentials=credentials) as (callee, endpoint):
         async with client(credentials=credentials) as caller:
@@ -117,7 +116,6 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
     return True
 
 
-@pytest.mark.asyncio
 async def test_messages_of_all_kinds_pass(credentials: Credentials | None) -> None:
     sent = [
         part(1, 8),
@@ -142,7 +140,6 @@ async def test_messages_of_all_kinds_pass(credentials: Credentials | None) -> No
         assert [reply async for reply in replies] == sent
 
 
-@pytest.mark.asyncio
 async def test_the_buffers_of_parts_are_used_again_unless_somebody_keeps_them() -> None:
     async with serving(FakePeer()) as (callee, endpoint), client() as caller:
         for kept in (False, True):
@@ -154,7 +151,6 @@ async def test_the_buffers_of_parts_are_used_again_unless_somebody_keeps_them() 
                     assert len(transport_of(transport)._buffers._kept) < 10
 
 
-@pytest.mark.asyncio
 async def test_an_error_of_the_service_reaches_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     failures: list[Exception] = [RuntimeError("secret"), ProtocolViolationError("the third part is odd")]
 
@@ -177,7 +173,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(opening, "WRITE_BYTES_PER_SECOND", 1 << 30)
@@ -193,7 +188,6 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
             await asyncio.wait_for(read_all(replies), PATIENCE)
 
 
-@pytest.mark.asyncio
 async def test_closing_waits_for_streams_and_not_for_idle_connections() -> None:
     may_end = asyncio.Event()
 
@@ -247,21 +241,18 @@ READY = pack_header(FrameKind.READY, 0, 0)
 WELCOME = pack_header(FrameKind.WELCOME, 0, 0)
 
 
-@pytest.mark.asyncio
 async def test_a_ticket_admits_once() -> None:
     async with asked() as (host, grant, _):
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == WELCOME
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
-@pytest.mark.asyncio
 async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "VALID_SECONDS", 0.0)
     async with asked() as (host, grant, _):
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "hello",
     [
@@ -278,7 +269,6 @@ async def test_a_stranger_is_disconnected(hello: bytes) -> None:
         assert not service.started.is_set()
 
 
-@pytest.mark.asyncio
 async def test_a_ticket_without_the_keys_admits_nobody() -> None:
     async with asked(secure(*HERE)) as (host, grant, service):
         assert len(grant.public_key) == 32
@@ -286,7 +276,6 @@ async def test_a_ticket_without_the_keys_admits_nobody() -> None:
         assert not service.started.is_set()
 
 
-@pytest.mark.asyncio
 async def test_a_key_that_everybody_knows_is_refused() -> None:
     credentials = secure(*HERE)
     async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
@@ -295,7 +284,6 @@ async def test_a_key_that_everybody_knows_is_refused() -> None:
                 await caller._channels.call(endpoint, OPEN, Request(key))
 
 
-@pytest.mark.asyncio
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.transport.direct.opening.HANDSHAKE_SECONDS", 0.2)
     async with asked() as (host, grant, _):
@@ -304,7 +292,6 @@ async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest
             assert await greet(host, grant.port, first) == b""
 
 
-@pytest.mark.asyncio
 async def test_other_versions_have_no_lane_and_say_so() -> None:
     async def answers(_: Request) -> Grant:
         return Grant(1, bytes(32), version=2)
@@ -321,7 +308,6 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
 # Limits per host
 
 
-@pytest.mark.asyncio
 async def test_connections_of_a_host_are_bounded_and_grpc_carries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.transport.direct.opening.MAX_CONNECTIONS_PER_HOST", 1)
     async with serving(FakePeer()) as (_, endpoint), client() as first, client() as second:
@@ -335,7 +321,6 @@ async def test_connections_of_a_host_are_bounded_and_grpc_carries_the_rest(monke
 # When gRPC carries the parts
 
 
-@pytest.mark.asyncio
 async def test_a_peer_without_the_lane_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LANE)
     async with serving(FakePeer()) as (_, endpoint):
@@ -348,7 +333,6 @@ async def test_a_peer_without_the_lane_is_remembered(monkeypatch: pytest.MonkeyP
             assert lane.retry_at > asyncio.get_running_loop().time() + lanes.MAX_PAUSE_SECONDS
 
 
-@pytest.mark.asyncio
 async def test_a_blocked_port_is_named_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FakePeer()) as (callee, endpoint), client() as caller:
         with socket.socket() as blocked:
@@ -366,7 +350,6 @@ async def test_a_blocked_port_is_named_and_asked_for_again(monkeypatch: pytest.M
         assert lane_of(caller, endpoint) == ("direct", "")
 
 
-@pytest.mark.asyncio
 async def test_a_port_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def swallows(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1024):
@@ -379,7 +362,6 @@ async def test_a_port_that_swallows_everything_is_given_up(monkeypatch: pytest.M
         assert "no answer at its direct port" in lane_of(caller, endpoint)[1]
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_was_lost_while_idle_is_replaced() -> None:
     async with client() as caller:
         async with serving(FakePeer()) as (_, endpoint):
@@ -391,7 +373,6 @@ async def test_a_connection_that_was_lost_while_idle_is_replaced() -> None:
             assert lane_of(caller, endpoint) == ("direct", "")
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_was_lost_in_a_stream_is_asked_for_after_a_pause() -> None:
     async def breaks(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield await anext(messages)
@@ -406,7 +387,6 @@ async def test_a_connection_that_was_lost_in_a_stream_is_asked_for_after_a_pause
         assert lane_of(caller, endpoint) == ("grpc", "the direct connection had ended: connection lost")
 
 
-@pytest.mark.asyncio
 async def test_an_old_connection_is_replaced_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         await send_parts(caller, endpoint)
@@ -420,7 +400,6 @@ async def test_an_old_connection_is_replaced_between_streams(monkeypatch: pytest
         assert second is not first
 
 
-@pytest.mark.asyncio
 async def test_two_streams_to_one_peer_do_not_share_a_connection() -> None:
     async with (
         serving(FakePeer()) as (_, endpoint),
@@ -432,7 +411,6 @@ async def test_two_streams_to_one_peer_do_not_share_a_connection() -> None:
         assert lane_of(caller, endpoint) == ("grpc", lanes.IN_USE)
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_is_not_dialled_gets_no_direct_connection_either() -> None:
     caller = DirectTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, max_part_bytes=MAX_PART_BYTES)
     for endpoint in ("169.254.169.254:80", "client::0b7c", "not an address"):
@@ -457,7 +435,6 @@ def link_pair(
     return Link(end, "a:1", accepted=accepted, max_body=max_body, buffers=BufferPool(), **options), other
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "header",
     [
@@ -493,7 +470,6 @@ def lanes_in(receipts: list[Receipt]) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("lane", ["direct", "sealed"])
 async def test_peers_use_the_lane_from_their_first_round_on(lane: str, tmp_path: Path) -> None:
     options: dict[str, Any] = write(tmp_path, *HERE) if lane == "sealed" else {}

@@ -175,7 +175,6 @@ def test_the_reason_of_a_violation_is_its_message_without_the_endpoint() -> None
     assert (str(copied), copied.reason, copied.endpoint) == (str(error), error.reason, error.endpoint)
 
 
-@pytest.mark.asyncio
 async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fails(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         raise ZeroDivisionError("a secret")
@@ -192,7 +191,6 @@ async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.Log
     assert record.exc_info[0] is ZeroDivisionError
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [ProtocolViolationError, ClosedError])
 async def test_a_refusal_of_the_service_is_reported_with_its_text(error: type[Exception]) -> None:
     async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
@@ -210,7 +208,6 @@ async def test_a_refusal_of_the_service_is_reported_with_its_text(error: type[Ex
     assert len(str(raised.value)) < 400
 
 
-@pytest.mark.asyncio
 async def test_the_last_reply_and_the_end_survive_a_failing_write() -> None:
     """The callee answers and ends while the caller is writing: its answer counts, not the write that fails."""
 
@@ -228,7 +225,6 @@ async def test_the_last_reply_and_the_end_survive_a_failing_write() -> None:
                 assert [number_of(reply) async for reply in replies] == [5, 77]
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_what_the_senders_messages_raise_is_raised_at_the_caller() -> None:
     async def breaks() -> AsyncGenerator[AveragingData, None]:
@@ -242,7 +238,6 @@ async def test_what_the_senders_messages_raise_is_raised_at_the_caller() -> None
         await asyncio.wait_for(service.closed.wait(), 5)
 
 
-@pytest.mark.asyncio
 async def test_messages_that_are_too_large() -> None:
     async def swells(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield part(number_of(await anext(messages)), MAX_MESSAGE_BYTES * 2)

@@ -46,7 +46,6 @@ async def bound(listen: str | None, advertise: str | None = None) -> str:
         await one.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("listen", "advertise", "host"),
     [
@@ -64,7 +63,6 @@ async def test_the_endpoint_has_the_port_that_was_taken(listen: str, advertise: 
     assert advertise is None or advertise in (f"{host}:0", endpoint)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("listen", "advertise", "join", "words"),
     [
@@ -101,7 +99,6 @@ async def test_a_peer_on_loopback_is_warned_that_others_will_not_call_it(
     assert words is None or words in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_client_takes_no_address() -> None:
     one = transport(None)
     endpoint = await one.bind()
@@ -112,7 +109,6 @@ async def test_a_client_takes_no_address() -> None:
     assert endpoint != await bound(None)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["[0::0]:0", "0:0"])
 async def test_all_addresses_need_one_that_is_advertised(listen: str) -> None:
     with pytest.raises(ConfigError, match="other peers cannot dial; give advertise"):
@@ -129,7 +125,6 @@ def test_arguments_that_cannot_work(listen: str | None, advertise: str | None) -
         transport(listen, advertise)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
@@ -143,7 +138,6 @@ async def test_an_address_that_cannot_be_had(listen: str, words: str, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(FakePeer()) as (_, endpoint):
@@ -157,7 +151,6 @@ async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.asyncio
 async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object, **__: object) -> object:
         return await asyncio.Event().wait()
@@ -168,7 +161,6 @@ async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPat
     assert await asyncio.wait_for(resolve("here.example.org"), 30) == ()
 
 
-@pytest.mark.asyncio
 async def test_close_waits_for_what_a_call_does_as_it_ends() -> None:
     ended = []
 
@@ -200,7 +192,6 @@ async def takes_no_more_calls(endpoint: str) -> None:
                 return
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_ends_within_the_grace_is_finished() -> None:
     async def join(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         yield ACCEPTED
@@ -222,7 +213,6 @@ async def test_a_call_that_ends_within_the_grace_is_finished() -> None:
             await closed
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_close_has_no_more_patience() -> None:
     service = FakePeer()
     async with (
@@ -237,7 +227,6 @@ async def test_a_cancelled_close_has_no_more_patience() -> None:
     assert await bound(endpoint) == endpoint
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_the_calls_it_has_made() -> None:
     """They fail; the tasks that wait for them are not cancelled."""
 
@@ -259,7 +248,6 @@ async def test_closing_ends_the_calls_it_has_made() -> None:
         await caller.close()
 
 
-@pytest.mark.asyncio
 async def test_channels_long_unused_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.transport.grpc.channels.MAX_IDLE", 2)
     channels = Channels(MAX_MESSAGE_BYTES)

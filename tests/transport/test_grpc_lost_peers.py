@@ -126,7 +126,6 @@ async def relayed_port(endpoint: str, ended: asyncio.Semaphore | None) -> AsyncI
             cut()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_killed_process_is_lost_for_its_callers_and_for_those_that_it_calls() -> None:
     ended = []
@@ -159,7 +158,6 @@ async def test_a_killed_process_is_lost_for_its_callers_and_for_those_that_it_ca
     assert not ended, "a lost caller must not look like one that has sent everything"
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_connection_reset_while_parts_are_written_is_lost() -> None:
     for _ in range(3):
@@ -183,7 +181,6 @@ def without_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("without_garbage_collection")
 async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() -> None:
     """Another call had it reconnect before the lost one was read; gRPC keeps the connection while a call exists."""
@@ -203,7 +200,6 @@ async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() 
         await channels.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("closed_meanwhile", [False, True])
 async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(closed_meanwhile: bool) -> None:
     channels = Channels(MAX_MESSAGE_BYTES)
@@ -225,7 +221,6 @@ async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(
         await channels.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
     service = FakePeer(aggregate=floods)
@@ -240,7 +235,6 @@ async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
         await asyncio.wait_for(service.closed.wait(), NOTICED)
 
 
-@pytest.mark.asyncio
 async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC sends no more than one a second; without the server's consent it would end the call at the third."""
     monkeypatch.setattr(channel_options, "KEEPALIVE_SECONDS", 0.2)
@@ -254,7 +248,6 @@ async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.wait_for(anext(replies), 5)
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_comes_up_is_reached_at_once() -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         await caller.get_schema(endpoint)
@@ -283,7 +276,6 @@ def test_a_name_is_a_host_and_a_port_and_no_other_kind_of_target(endpoint: str, 
     assert target(endpoint) == scheme
 
 
-@pytest.mark.asyncio
 async def test_what_is_no_address_or_hides_one_is_never_dialled() -> None:
     """The system reads the numbers as 169.254.169.254, and gRPC asks the system."""
     async with client() as caller:
@@ -301,7 +293,6 @@ async def test_what_is_no_address_or_hides_one_is_never_dialled() -> None:
                 await caller.get_schema(name)
 
 
-@pytest.mark.asyncio
 async def test_something_else_listens_there() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -315,7 +306,6 @@ async def test_something_else_listens_there() -> None:
             assert len(str(raised.value)) < 100
 
 
-@pytest.mark.asyncio
 async def test_who_accepts_a_connection_and_says_nothing_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1024):

@@ -37,7 +37,6 @@ MAX_UNREAD = 16
 """Messages of a mebibyte that may be on their way while nobody reads: a window of 4 MiB, and a few in buffers."""
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
     async with (
@@ -52,7 +51,6 @@ async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
     assert numbers == list(range(50))
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
     async def sends_the_next_after_a_reply() -> AsyncGenerator[AveragingData, None]:
@@ -70,7 +68,6 @@ async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
             answered.release()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_service_that_ends_early_ends_the_upload() -> None:
     async def answers_the_first(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
@@ -91,7 +88,6 @@ async def test_a_service_that_ends_early_ends_the_upload() -> None:
         assert closed.is_set()
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
     """Some clients lose the answer if a write fails."""
@@ -116,7 +112,6 @@ async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
     assert sent == 20
 
 
-@pytest.mark.asyncio
 async def test_gossip() -> None:
     gossip = FakeGossip()
     rumours = (Rumour(RECORD, 1, 2**64 - 1), Rumour(RECORD))
@@ -137,7 +132,6 @@ async def test_gossip() -> None:
     assert [record.key for record in listed] == ["run.all_averagers"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_caller_that_is_cancelled_closes_the_service() -> None:
     async def reads_on() -> None:
@@ -182,7 +176,6 @@ class Flood:
         return False
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
     async def reads_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
@@ -205,7 +198,6 @@ async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
         assert [number_of(reply) async for reply in replies] == list(range(1, 64))
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
 async def test_a_caller_that_does_not_read_holds_the_service_back() -> None:
     flood = Flood()

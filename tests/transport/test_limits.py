@@ -43,7 +43,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 PATIENCE = 20.0
 
 
-@pytest.mark.asyncio
 async def test_headers_that_are_too_large_are_refused() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
@@ -53,7 +52,6 @@ async def test_headers_that_are_too_large_are_refused() -> None:
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.asyncio
 async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
@@ -63,7 +61,6 @@ async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.asyncio
 async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_options, "MAX_STREAMS", 4)
     peer = FakePeer()
@@ -78,7 +75,6 @@ async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.Mo
         await asyncio.wait_for(fifth, PATIENCE)
 
 
-@pytest.mark.asyncio
 async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_options, "MAX_CONNECTIONS", 2)
     async with serving(FakePeer()) as (_, endpoint), AsyncExitStack() as stack:
@@ -90,7 +86,6 @@ async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> 
         await callers[0].get_schema(endpoint)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_options, "IDLE_SECONDS", 0.3)
     async with serving(FakePeer()) as (_, endpoint), client() as caller, grpc.aio.insecure_channel(endpoint) as channel:
@@ -103,7 +98,6 @@ async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch
         await caller.get_schema(endpoint)
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,7 +135,6 @@ async def a_reader_that_takes_nothing(
         yield listening, replies
 
 
-@pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +161,6 @@ class Talkative(FakeGossip):
         yield ExchangeReply(records=self.list_records(""))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [methods.LIST_RECORDS.path, methods.EXCHANGE.path], ids=["one reply", "a stream"])
 async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
@@ -191,7 +183,6 @@ async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypat
         await caller.get_schema(endpoint)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
@@ -212,7 +203,6 @@ async def test_so_many_download_the_state_at_once(limit: str, words: str, monkey
         await second.aclose()
 
 
-@pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_does_not_keep_a_peer_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_reader_that_takes_nothing(monkeypatch) as (listening, _):
         await asyncio.wait_for(listening.close(0.1), PATIENCE)
@@ -247,7 +237,6 @@ async def no_call_is_in_progress(transport: GrpcTransport) -> None:
         await until(lambda: not tasks)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [methods.AGGREGATE_PART.path, methods.GET_STATUS.path, CHANNELZ, UNKNOWN])
 async def test_who_has_no_token_is_refused_before_anything_is_read(path: str) -> None:
     credentials = Credentials(tokens=(TOKEN,))
@@ -259,14 +248,12 @@ async def test_who_has_no_token_is_refused_before_anything_is_read(path: str) ->
         await no_call_is_in_progress(transport)
 
 
-@pytest.mark.asyncio
 async def test_an_unknown_method_reads_nothing() -> None:
     async with serving(FakePeer()) as (transport, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         assert (await refusal(opened(channel, UNKNOWN)))[0] is grpc.StatusCode.UNIMPLEMENTED
         await no_call_is_in_progress(transport)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [methods.PUSH.path, methods.SUBSCRIBE.path, HEALTH_CHECK])
 async def test_a_request_that_is_not_complete_in_time_ends(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REQUEST_SECONDS", 0.2)
@@ -280,7 +267,6 @@ async def test_a_request_that_is_not_complete_in_time_ends(path: str, monkeypatc
         await no_call_is_in_progress(transport)
 
 
-@pytest.mark.asyncio
 async def test_a_method_with_one_request_takes_one() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         call = opened(channel, methods.WATCH_ROUNDS.path)
@@ -290,7 +276,6 @@ async def test_a_method_with_one_request_takes_one() -> None:
     assert "no message in a request to /averaging.status.v1.Status/WatchRounds, which takes one" in told
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [methods.AGGREGATE_PART.path, methods.GET_SCHEMA.path, HEALTH_WATCH])
 async def test_every_service_counts_in_the_calls_of_a_host(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 1)
@@ -309,7 +294,6 @@ async def test_every_service_counts_in_the_calls_of_a_host(path: str, monkeypatc
             await until(lambda: not in_progress)
 
 
-@pytest.mark.asyncio
 async def test_channelz_answers_in_its_own_words() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         stub = channelz_pb2_grpc.ChannelzStub(channel)

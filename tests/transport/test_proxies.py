@@ -60,7 +60,6 @@ async def connecting(answer: bytes = b"200 OK") -> AsyncIterator[tuple[str, list
         yield address, seen
 
 
-@pytest.mark.asyncio
 async def test_peers_average_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TLS from end to end: the proxy sees the name of the peer and nothing else."""
     port, tensors = free_port(), {"w": torch.ones(3)}
@@ -89,7 +88,6 @@ async def test_peers_average_through_a_proxy(tmp_path: Path, monkeypatch: pytest
     assert "proxy-authorization: basic dXNlcjpzZWNyZXQ=".lower() in seen[0].lower()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [(b"403 Forbidden", "does not allow CONNECT"), (b"407 Proxy Authentication Required", "a user and a password")],
@@ -104,7 +102,6 @@ async def test_a_proxy_that_refuses_is_named(answer: bytes, reason: str, monkeyp
         await channels.close()
 
 
-@pytest.mark.asyncio
 async def test_a_proxy_that_is_away_does_not_show_that_the_peer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     address = free_address()
     monkeypatch.setenv("AVERAGING_PROXY", f"http://{address}")
@@ -115,7 +112,6 @@ async def test_a_proxy_that_is_away_does_not_show_that_the_peer_is_gone(monkeypa
     await channels.close()
 
 
-@pytest.mark.asyncio
 async def test_the_proxies_of_other_programs_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,7 +125,6 @@ async def test_the_proxies_of_other_programs_are_not_used(
     assert "HTTP_PROXY, grpc_proxy, https_proxy are set and not used" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_a_peer_that_reaches_nobody_hears_of_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     with pytest.raises(JoinError, match="HTTPS_PROXY is set and not used; AVERAGING_PROXY=http://HOST:PORT would"):

@@ -86,7 +86,6 @@ async def say(channel: RpcChannel, text: str, timeout: float = LIMIT) -> str:
     return (await channel.call(SAY, StringValue(value=text), timeout)).value
 
 
-@pytest.mark.asyncio
 async def test_the_four_shapes_of_a_call() -> None:
     async with RpcServer("127.0.0.1:0", [Echo()]) as server, RpcChannel(server.endpoint) as channel:
         assert await say(channel, "hello") == "HELLO"
@@ -95,7 +94,6 @@ async def test_the_four_shapes_of_a_call() -> None:
         assert [reply.value async for reply in channel.stream(DOUBLE, numbers(1, 2))] == [2, 4]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_its_caller_closes_is_closed_at_the_server() -> None:
     echo = Echo()
     async with RpcServer("127.0.0.1:0", [echo]) as server, RpcChannel(server.endpoint) as channel:
@@ -105,7 +103,6 @@ async def test_a_stream_that_its_caller_closes_is_closed_at_the_server() -> None
             await echo.closed.wait()
 
 
-@pytest.mark.asyncio
 async def test_grpc_has_left_the_event_loop_when_the_last_channel_is_closed() -> None:
     """It would report to a closed loop else, and the error of that ends the reports to another loop of the process."""
     servers = [RpcServer("127.0.0.1:0", [Echo()]) for _ in range(2)]
@@ -131,7 +128,6 @@ async def test_grpc_has_left_the_event_loop_when_the_last_channel_is_closed() ->
         await asyncio.to_thread(thread.close)
 
 
-@pytest.mark.asyncio
 async def test_errors_are_those_of_the_library() -> None:
     async with RpcServer("127.0.0.1:0", [Echo()]) as server, RpcChannel(server.endpoint) as channel:
         with pytest.raises(CallRefusedError, match="come back later"):
@@ -152,7 +148,6 @@ async def test_errors_are_those_of_the_library() -> None:
             await say(channel, "gone")
 
 
-@pytest.mark.asyncio
 async def test_tokens_and_refused_callers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)
@@ -167,7 +162,6 @@ async def test_tokens_and_refused_callers(tmp_path: Path, caplog: pytest.LogCapt
     assert "refused a call from 127.0.0.1" in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_health_and_reflection_know_the_service() -> None:
     async with RpcServer("127.0.0.1:0", [Echo()]) as server, grpc.aio.insecure_channel(server.endpoint) as foreign:
         health = health_pb2_grpc.HealthStub(foreign)
@@ -195,7 +189,6 @@ def test_an_averager_serves_it_and_a_thread_calls_it() -> None:
             thread.close()
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="path of a method"):
         RpcMethod("averaging.v1.Echo.Say", StringValue, StringValue)

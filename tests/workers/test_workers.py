@@ -258,7 +258,6 @@ def test_tls(site: Site, tmp_path: Path) -> None:
             MasterWorker(site.plan(), credentials=wrong, attach_timeout=1.0)
 
 
-@pytest.mark.asyncio
 async def test_what_strangers_send() -> None:
     async with AsyncExitStack() as stack:
         worker = ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0")
@@ -283,7 +282,6 @@ async def test_what_strangers_send() -> None:
         assert "knows no request 'x'" in decode_payload(reply.payload).error
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("method", [ATTACH, REQUEST, FETCH_DATA])
 async def test_without_credentials_only_this_user_is_served(method: RpcMethod[Any, Any], tmp_path: Path) -> None:
     """Another user of the machine can connect, and does not have the token."""
@@ -337,7 +335,6 @@ def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: 
     assert saved == [str(folder / "step-1"), str(folder / "step-2" / "x")]
 
 
-@pytest.mark.asyncio
 async def test_a_peer_serves_a_worker_on_its_port(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)
