@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
@@ -114,7 +114,7 @@ class Engine:
     async def _work(self) -> None:
         while not self._closing:
             self._changed.clear()
-            batch = next_batch(self.waiting, self.batch, self.context)
+            batch = next_batch(self.waiting, {job.network for job in self.running}, self.batch, self.context)
             for job in batch:
                 self._take_out(job)
             self.running = batch
@@ -145,17 +145,21 @@ def _ending() -> EngineError:
     return EngineError("this server is ending; send it again to another one, or later", 503, retry_after=5.0)
 
 
-def next_batch(waiting: Sequence[GenerationJob], sequences: int, context: int) -> list[GenerationJob]:
+def next_batch(
+    waiting: Sequence[GenerationJob], last: Collection[str], sequences: int, context: int
+) -> list[GenerationJob]:
     """Returns which of the waiting jobs are generated next; never none if there are some.
 
-    The oldest is among them. Others go with it if they sample alike and all fit into `sequences` of `context` tokens,
-    as long as the longest. A job with a seed goes alone, since only then its result can be repeated.
+    The oldest is among them, or the oldest of a network that had no part in the `last` batch. Others go with it if they
+    sample alike and all fit into `sequences` of `context` tokens, as long as the longest. A job with a seed goes alone,
+    since only then its result can be repeated.
     """
-    batch = list(waiting[:1])
-    for job in waiting[1:] if batch and batch[0].asked.seed is None else ():
+    batch = [job for job in waiting if job.network not in last][:1] or list(waiting[:1])
+    for job in waiting if batch and batch[0].asked.seed is None else ():
         together = [*batch, job]
         if (
-            job.asked.seed is None
+            job not in batch
+            and job.asked.seed is None
             and job.sampling == batch[0].sampling
             and sum(each.sequences for each in together) <= sequences
             and max(each.longest for each in together) + max(each.max_tokens for each in together) <= context

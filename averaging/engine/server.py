@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import loopback_here, spelled
+from averaging.common import HostQuota, loopback_here, spelled
 from averaging.engine.engine import Engine, RunWeights, TextModel, Unfollowed, VersionLoaded
 from averaging.engine.messages import (
     AnswerWriter,
@@ -37,6 +37,7 @@ logger = logging.getLogger("averaging.engine")
 
 QUEUE = 256  # requests that may wait, of which one address may have half
 BODY_BYTES = 4 << 20  # of a request
+BODIES = 64  # largest bodies that all requests together may have that are not answered yet; one address half of them
 SECONDS = 60.0  # for a request to arrive, and for a client to read its answer
 CONNECTIONS = 1024
 UNKNOWN_CONTEXT = 8192  # tokens of a sequence if the model's configuration names no limit
@@ -94,6 +95,7 @@ class EngineServer:
         context = max_model_len or model.context or UNKNOWN_CONTEXT
         self._engine = Engine(model, batch=batch, context=context, queue=QUEUE, needs_version=follow is not None)
         self._weights = None if follow is None else RunWeights(follow, self._engine, on_event)
+        self._body_bytes = HostQuota(BODIES * BODY_BYTES, BODIES * BODY_BYTES // 2)
         # Requests are decoded and turned into tokens beside the event loop, one after the other.
         self._reader = ThreadPoolExecutor(1, "averaging engine reader")
         self._following: list[asyncio.Task[None]] = []
@@ -163,13 +165,14 @@ class EngineServer:
 
     async def _answer(self, read: Callable[[bytearray], GenerationJob], request: Request) -> Response:
         self._admit(request)
-        body = await _body(request)
-        job = await asyncio.get_running_loop().run_in_executor(self._reader, read, body)
-        job.network = network_of(request.client and request.client.host)
-        pieces = self._engine.submit(job)
-        if not job.asked.stream:
-            sequences = await _collect(request, job, pieces)
-            return JSONResponse(AnswerWriter(job, self._name, self._model.decode).whole(sequences))
+        network = network_of(request.client and request.client.host)
+        async with self._body(request, network) as body:
+            job = await asyncio.get_running_loop().run_in_executor(self._reader, read, body)
+            job.network = network
+            pieces = self._engine.submit(job)
+            if not job.asked.stream:
+                sequences = await _collect(request, job, pieces)
+                return JSONResponse(AnswerWriter(job, self._name, self._model.decode).whole(sequences))
         events = self._events(job, pieces)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -177,6 +180,26 @@ class EngineServer:
         if (refusal := self._access.refusal(request.headers, needs_token=needs_token)) is not None:
             code = "invalid_api_key" if refusal.status == 401 else None
             raise EngineError(refusal.text, refusal.status, code=code)
+
+    @asynccontextmanager
+    async def _body(self, request: Request, network: str) -> AsyncGenerator[bytearray, None]:
+        # Inside, the body counts for its address.
+        body, taken = bytearray(), 0
+        try:
+            async with asyncio.timeout(SECONDS):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > BODY_BYTES:
+                        raise EngineError(f"the body has more than {BODY_BYTES} bytes", 413)
+                    if not self._body_bytes.take(network, len(chunk)):
+                        text = "the requests that are not answered yet have too many bytes; send it again later"
+                        raise EngineError(text, 429, code="queue_full", retry_after=1.0)
+                    taken += len(chunk)
+                    body += chunk
+            yield body
+        except TimeoutError:
+            raise EngineError(f"the body did not arrive within {SECONDS:g} s", 408) from None
+        finally:
+            self._body_bytes.leave(network, taken)
 
     async def _events(self, job: GenerationJob, pieces: AsyncGenerator[TextPiece, None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream. If it fails, the last one is the error, since the status has been sent."""
@@ -223,19 +246,6 @@ class EngineServer:
             "waiting": len(self._engine.waiting),
         }
         return JSONResponse(answer, 200 if ready else 503)
-
-
-async def _body(request: Request) -> bytearray:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(SECONDS):
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > BODY_BYTES:
-                    raise EngineError(f"the body has more than {BODY_BYTES} bytes", 413)
-                body += chunk
-    except TimeoutError:
-        raise EngineError(f"the body did not arrive within {SECONDS:g} s", 408) from None
-    return body
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -40,12 +40,14 @@ JOBS = st.lists(
 )
 
 
-@given(JOBS)
-def test_a_batch_has_the_oldest_and_fits(waiting: list[GenerationJob]) -> None:
-    batch = next_batch(waiting, 8, 40)
+@given(JOBS, st.sets(st.sampled_from("abc")))
+def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(
+    waiting: list[GenerationJob], last: set[str]
+) -> None:
+    batch = next_batch(waiting, last, 8, 40)
     assert bool(batch) == bool(waiting)
     if batch:
-        assert batch[0] is waiting[0]
+        assert batch[0] is next((each for each in waiting if each.network not in last), waiting[0])
         assert len(set(map(id, batch))) == len(batch)
         assert len({each.sampling for each in batch}) == 1
         assert sum(each.sequences for each in batch) <= 8

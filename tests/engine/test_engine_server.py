@@ -219,7 +219,7 @@ def from_address(client: httpx.AsyncClient, address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=client.base_url, timeout=LIMIT, transport=transport)
 
 
-async def test_one_address_has_half_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_address_has_half_of_the_queue_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "QUEUE", 8)
     model = CountingModel()
     model.go.clear()
@@ -235,7 +235,28 @@ async def test_one_address_has_half_of_the_queue(monkeypatch: pytest.MonkeyPatch
         await busy(client, 6)
         model.go.set()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-        assert [batch[0].asked.seed for batch in model.batches] == [1, 1, 1, 1, 1, 2]
+        assert [batch[0].asked.seed for batch in model.batches] == [1, 2, 1, 1, 1, 1]
+
+
+async def test_the_bytes_of_all_requests_are_bounded_and_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 1024)
+    model = CountingModel()
+    model.go.clear()
+    filled = json.dumps(ABC | {"metadata": ""}).encode().replace(b'""', b'"%b"')
+    filled = filled % (b"x" * (1022 - len(filled)))
+    assert len(filled) == 1020  # 32 of them are within 32 times 1024, and 33 are not
+    async with serving(model) as client, from_address(client, "127.0.0.3") as other:
+        waiting = [asyncio.create_task(client.post("/v1/completions", content=filled)) for _ in range(32)]
+        await until(model.begun.is_set)
+        await busy(client, 32)
+        refused = await client.post("/v1/completions", content=filled)
+        assert (refused.status_code, "too many bytes" in refused.text) == (429, True)
+        honest = asyncio.create_task(other.post("/v1/completions", json=ABC))
+        await busy(client, 33)
+        model.go.set()
+        assert (await honest).status_code == 200
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+        assert (await client.post("/v1/completions", content=filled)).status_code == 200
 
 
 async def test_requests_that_wait_at_the_end_get_an_error() -> None:
