@@ -208,9 +208,8 @@ class Dealer:
         blocks = self.division.blocks
         own = scores(self.name, self.epoch, blocks)[free]
         best = own.copy()
-        for name, seen in self._others.items():
-            if seen.record.epoch == self.epoch:
-                np.maximum(best, scores(name, self.epoch, blocks)[free], out=best)
+        for name in self._others:  # also those that have not heard yet that the epoch before is complete
+            np.maximum(best, scores(name, self.epoch, blocks)[free], out=best)
         is_settled = self._came_or_went is not None and now - self._came_or_went >= UNSETTLED
         for index in np.lexsort((~own, own != best))[:wanted]:  # own blocks first, then those with the greatest hash
             at_once = is_settled and own[index] == best[index]

@@ -73,7 +73,7 @@ def simulate(
     rng, trained = random.Random(seed), Counter[tuple[int, int]]()
 
     def peer(number: int) -> SimulatedPeer:
-        dealer = Dealer(SPEC, f"10.0.0.{number}:4222")
+        dealer = Dealer(SPEC, f"10.0.{seed}.{number}:4222")  # other names have other blocks
         return SimulatedPeer(dealer, rng.uniform(0.05, 0.2), random.Random(rng.random()), most_delay)
 
     there = [peer(number) for number in range(peers)]
@@ -143,7 +143,8 @@ def test_four_peers_of_which_one_dies_and_one_comes_train_each_sample(seed: int)
     assert len([each for each in peers if each.dealer.statistics.blocks_here]) == 5
 
 
-@pytest.mark.parametrize("seed", range(4))
+# In these a peer that begins an epoch does not see yet that another one, whose block it would take, is in it.
+@pytest.mark.parametrize("seed", [8, 16, 18, 61])
 def test_without_a_loss_no_sample_is_trained_twice(seed: int) -> None:
     _, trained = simulate(seed, epochs=2, kills=0, joins=2)
     assert check(trained, 2, 0) == 0
