@@ -124,6 +124,7 @@ class WeightPublisher:
         return len(self._followers)
 
     def readers(self) -> Iterable[WeightReader]:
+        """The connected followers, for the status of the peer."""
         for name, follower in self._followers.items():
             has = follower.asked if follower.engine_has is None else follower.engine_has
             part = "" if has is None or has >= 0 else f"unknown: a part of {-1 - has}"
@@ -156,7 +157,7 @@ class WeightPublisher:
                 raise _not_above(snapshot.manifest.version, last)
 
     def averaged(self, averager: DecentralizedAverager) -> None:
-        # Called by the averager that serves this publisher, see `StateService`.
+        """Called by the averager that serves this publisher, see `StateService`."""
         if self._model is None:
             raise ConfigError("give the model to the publisher: services=[WeightPublisher(model)]")
         self._run_id = self._run_id or averager.run_id
