@@ -256,6 +256,14 @@ class PeerConfig:
         shared=True,
         alike=True,
     )
+    reply_form: ReplyForm = _averages(
+        ReplyForm.AVERAGE,
+        choice(ReplyForm),
+        "Whether reducers answer with the average, or with the difference to what was sent; `delta` suits lossy "
+        "compression of parameters. The same at all peers.",
+        shared=True,
+        alike=True,
+    )
     non_finite: NonFinite = _averages(
         NonFinite.REFUSE,
         choice(NonFinite),
@@ -317,7 +325,6 @@ class PeerConfig:
     # size of a part on the wire, the same at all peers; smaller ones cost more per byte, larger ones gain nothing
     part_size_bytes: ClassVar[int] = 1 << 20
     min_stall_timeout: ClassVar[float] = 1.0  # lower bound of the learned timeout; a smaller `stall_timeout` wins
-    reply_form: ClassVar[ReplyForm] = ReplyForm.AVERAGE  # what reducers answer with, the same at all peers
 
     @classmethod
     def from_toml(cls, path: FilePath, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
@@ -409,6 +416,7 @@ _FORMER_NAMES = {
     "timeout": "round_timeout",
     "averaging_timeout": "round_timeout",
     "part_timeout": "stall_timeout",
+    "reply": "reply_form",
 }
 """The names of these options in hivemind and in earlier versions."""
 

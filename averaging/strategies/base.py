@@ -89,7 +89,8 @@ class Strategy(ABC):
     Args:
         compression: codec of the averaged tensors on the wire; the averager's `compression` if None.
         error_feedback: whether the error of a lossy codec, also that of the replies of this peer, is added to what is
-            sent in the next round; all peers of a run should have the same.
+            sent in the next round; all peers of a run should have the same. Where replies are deltas it has no effect,
+            since the error stays in the parameters: those of `LocalSGD` with `reply_form="delta"`.
         max_norm: gradients are clipped to this norm before they are used; None does not clip.
         quorum: peers with which a round begins, this one included, or their share of all peers that are training;
             whoever is late takes part in the next one. With None a round waits for all, for up to `group_wait`.

@@ -14,7 +14,6 @@ from averaging.protocol import ReplyForm
 class TunedConfig(PeerConfig):
     part_size_bytes: int = PeerConfig.part_size_bytes  # type: ignore[misc]
     min_stall_timeout: float = PeerConfig.min_stall_timeout  # type: ignore[misc]
-    reply_form: ReplyForm = PeerConfig.reply_form  # type: ignore[misc]
 
 
 NAMES = {field.name for field in fields(TunedConfig)}
