@@ -73,7 +73,8 @@ class Fingerprint:
     digest: Text = ""  # digest of all tensors, or of a part of each if they are large; 16 hexadecimal digits
     # `ENTRY_BYTES` of the digest of each tensor, in order; of runs of tensors if there are more than `MAX_ENTRIES`
     entries: Annotated[bytes, Meta(max_length=MAX_ENTRIES * ENTRY_BYTES)] = b""
-    sketch: float = 0.0  # two of them differ by about the relative difference of the tensors, on average
+    # two of them differ by about the relative difference of the tensors, on average; finite
+    sketch: Annotated[float, Meta(ge=-MAX_SAMPLES, le=MAX_SAMPLES)] = 0.0
     # 0 if the peer began with its own parameters; else 1 + its local step when it last took over a state
     since: Count = 0
     step: Count = 0  # the step at which `hyperparameters` were used

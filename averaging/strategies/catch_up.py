@@ -134,20 +134,12 @@ class CatchUp:
 
 
 def read_history(user: Mapping[str, Any]) -> History:
-    """The history in the strategy's part of a state.
-
-    Raises:
-        StateError: it is malformed.
-    """
+    """The history in the strategy's part of a state, or StateError if it is malformed."""
     return History.unpack(user.get("history"), user.get("trail"))
 
 
 def check_history(user: Mapping[str, Any], wanted: History) -> None:
-    """Refuses a state of another origin than its donor has announced, or with fewer steps, as after its restart.
-
-    Raises:
-        StateError: the state has another history.
-    """
+    """Refuses a state of another origin than its donor has announced, or with fewer steps, as after its restart."""
     history = read_history(user)
     if history.origin.id != wanted.origin.id:
         raise StateError("its state has another origin than it announces")

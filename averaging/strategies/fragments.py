@@ -101,8 +101,7 @@ class Fragment:
     def include(self, step: int) -> tuple[int, dict[str, torch.Tensor]]:
         """Notes that a result which this peer, at global step `step`, lacks includes the local steps up to `measure`.
 
-        Returns:
-            How many local steps these are that none included before, and their change.
+        Returns how many local steps these are that none included before, and their change.
         """
         new: dict[str, torch.Tensor] = {}
         for name, measured in self._measured.items():
@@ -178,11 +177,7 @@ class Fragment:
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
-    """Divides tensors, in order and given by their elements, into pieces of about equal size with at least one each.
-
-    Raises:
-        ConfigError: there are fewer tensors than pieces.
-    """
+    """Divides tensors, in order and given by their elements, into pieces of about equal size with at least one each."""
     if len(sizes) < pieces:
         raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
     names, total = list(sizes), sum(sizes.values())
@@ -200,11 +195,7 @@ def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
 
 
 def check_tied(fragments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    """Checks that parameters which share memory are cut into the same blocks, so that what is sent of them is the same.
-
-    Raises:
-        TensorError: two of them differ in their shapes, or in the fragment.
-    """
+    """Checks that parameters that share memory are cut into the same blocks, so that the same is sent of them."""
     names = [(number, name) for number, parameters in fragments.items() for name in parameters]
     tensors = [fragments[number][name] for number, name in names]
     tied = {names[place]: tensors[place] for place in sharing_memory(tensors)}

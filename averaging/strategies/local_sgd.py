@@ -30,27 +30,22 @@ logger = logging.getLogger("averaging.training")
 
 
 class DelayedUpdate:
-    """Trained tensors with the copies of them that a round averages.
+    """Trained tensors, by name, with the copies of them that a round averages.
 
-    Args:
-        tensors: the tensors by name.
-        kinds: names of the statistics and buffers, grouped by kind; any kind may consist of second moments.
-
-    Attributes:
-        copies: copies on the CPU, by name; after a round they hold the average minus what was sent.
-        sent: what was sent of parameters and second moments, by name; None until the copies are complete.
-        waits: whether they come from a device while training goes on; `complete` waits for them.
+    `kinds` has the names of the statistics and buffers, grouped by kind; any kind may consist of second moments.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, Sequence[str]]) -> None:
         self._tensors, self._kinds = dict(tensors), kinds
         self._host = HostCopies(list(tensors.values()))
+        # On the CPU; after a round they hold the average minus what was sent.
         self.copies = dict(zip(tensors, self._host.copies, strict=True))
-        self.waits = any(map(is_on_device, tensors.values()))
+        self.waits = any(map(is_on_device, tensors.values()))  # `complete` waits for copies from a device
         self._host.begin()
         self._host.wait()
         tied = sharing_memory(list(tensors.values()))
         self._tied = [name for place, name in enumerate(tensors) if place in tied]
+        # What was sent of parameters and second moments; None until the copies are complete.
         self.sent: dict[str, torch.Tensor] | None = None
         self._moments: Collection[str] = ()
 

@@ -159,11 +159,7 @@ class LockstepStrategy(Strategy):
         return bool(waits)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Checks that a state has a history; the averager sets it.
-
-        Raises:
-            StateError: it has none.
-        """
+        """Checks that a state has a history, which the averager sets."""
         if "history" not in user:
             raise StateError("the state has no history of global steps")
 

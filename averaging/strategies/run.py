@@ -184,9 +184,6 @@ class RunEnd:
 
     The other peers read in this peer's progress that its training has ended, and no longer wait for it in their rounds.
     It waits until their training has ended, too, or its time is up.
-
-    Raises:
-        ConfigError: `timeout` is no number of seconds.
     """
 
     def __init__(self, training: StrategyContext, strategy: Strategy, timeout: float) -> None:
@@ -302,7 +299,7 @@ class RunEnd:
             return others, together and (strategy.global_step is None or histories <= {strategy.history})
 
         while (left := training.site.broadcast_from_leader(lambda: end - training.monotonic())) > 0:
-            seen = self._wait(lambda seen: look(seen)[1] or bool(look(seen)[0].ahead), min(left, LOOK_SECONDS))
+            seen = self._wait(lambda seen: (now := look(seen))[1] or bool(now[0].ahead), min(left, LOOK_SECONDS))
             others, level = training.site.broadcast_from_leader(partial(look, seen))
             if level:
                 return

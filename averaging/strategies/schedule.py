@@ -73,12 +73,6 @@ class AveragingSchedule(Schedule):
 
     A round is due after `sync_every` steps. It is due earlier if other peers look for a group and would stop looking
     before this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
-
-    Args:
-        sync_every: steps between two rounds, at least 1.
-
-    Raises:
-        ConfigError: `sync_every` is not an integer of at least 1.
     """
 
     def __init__(self, sync_every: int) -> None:
@@ -221,11 +215,6 @@ def spelled_seconds(seconds: float) -> str:
 
 
 def check_whole_number(name: str, value: int, minimum: int) -> int:
-    """Returns `value`.
-
-    Raises:
-        ConfigError: it is not an integer of at least `minimum`.
-    """
     if type(value) is not int or value < minimum:
         raise ConfigError(f"{name} must be a whole number of steps, at least {minimum}, not {value!r}")
     return value
@@ -277,11 +266,7 @@ class QuorumOptions:
 def quorum_options(
     quorum: int | float | None, grace: float | str | None, staleness_discount: float | None
 ) -> QuorumOptions | None:
-    """The options as a strategy gets them; None without `quorum`.
-
-    Raises:
-        ConfigError: one of them is invalid, or given without `quorum`.
-    """
+    """The options as a strategy gets them, checked; None without `quorum`."""
     if quorum is None:
         for name, value in (("grace", grace), ("staleness_discount", staleness_discount)):
             if value is not None:

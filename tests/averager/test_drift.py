@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -211,5 +212,7 @@ def test_it_travels_beside_what_the_application_gathers() -> None:
         rest, read = detach(unpack(msgpack.encode(user)))
         assert rest == gather
         assert read == (fingerprint if gather is None or gather == {"samples": 3} else None)
+    for sketch in (math.nan, math.inf, -math.inf):
+        assert detach(attach(None, replace(fingerprint, sketch=sketch)))[1] is None
     large = fingerprint_of([torch.ones(3)] * 5000, "m" * 40, 1)
     assert len(msgpack.encode(attach(None, replace(large, hyperparameters=ADAM)))) < 4096
