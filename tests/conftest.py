@@ -3,6 +3,7 @@
 import random
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,19 +21,29 @@ settings.register_profile(
 )
 settings.load_profile("averaging")
 
-# A shell has what it starts in the background ignore Ctrl+C, and so would all processes that tests start and interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+ENDING: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+def no_longer_ignored() -> list[str]:
+    """Gives signals that are ignored their defaults again, because processes that tests start and end inherit that."""
+    ignored = [number for number in ENDING if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, ENDING[number])
+    return [number.name for number in ignored]
+
+
+no_longer_ignored()  # by the shell, which has what it starts in the background ignore Ctrl+C, or by nohup
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_is_not_ignored() -> Iterator[None]:
-    """A test that leaves it ignored, as a call of a command's `main` does, would have all later processes ignore it."""
+def no_signal_is_ignored() -> Iterator[None]:
+    """A test that leaves one ignored, as calls of `main` do, has all later processes ignore it."""
     yield
-    ignored = [number.name for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_IGN]
-    for name in ignored:
-        signal.signal(signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-    assert not ignored
+    assert not no_longer_ignored()
 
 
 @pytest.fixture(scope="session", autouse=True)
