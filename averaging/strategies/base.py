@@ -60,10 +60,6 @@ class Due:
 
 IMMEDIATELY = Due()
 
-FAR = 32
-"""A peer whose announced moment is more than half as many intervals away counts as one that does not come: else whoever
-claims to come in a year would keep a peer that is otherwise alone from its global steps."""
-
 
 class StrategyOptions(TypedDict, total=False):
     """The options that all strategies have, see `Strategy`."""
@@ -264,9 +260,15 @@ class Strategy(ABC):
         now = training.run_now()
         if not schedule.is_due(now, None if until is None else until + now - training.now()):
             return None
-        others = still_training(seen) & coming_at(seen, schedule.moment, FAR * schedule.interval)
-        nobody = until is None and not others & coming_at(seen, schedule.moment, schedule.interval)
-        if nobody and others:
+
+        def nobody_comes() -> bool:
+            return not still_training(seen) & coming_at(seen, schedule.moment, schedule.interval)
+
+        nobody = until is None and nobody_comes()
+        if nobody:
+            seen = training.announcements.at_leader(wait=True)  # what was known a step ago may be as old as a moment
+            nobody = nobody_comes()
+        if nobody and still_training(seen):  # a peer that has made no step yet has not told when it comes
             schedule.skip()
             self._stands_still("all others come to a later moment")
             return None

@@ -67,6 +67,17 @@ def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval() -> Non
     assert sum(receipt.averaged and len(receipt.members) == 3 for receipt in slow.receipts) >= 2
 
 
+@pytest.mark.parametrize("seconds", [(0.1, 0.1), (0.1, 2.0), (0.7, 0.1)])
+def test_nobody_makes_a_step_alone_at_a_moment_before_which_others_have_told_none(seconds: tuple[float, ...]) -> None:
+    """Others have made no step yet, or what they told came since the last step: they would lose what they gather."""
+    peers = sites(*seconds)
+    for peer in peers:
+        peer.starts += 8.9
+    for peer in run(MAKERS["diloco"], peers, until=35.0):
+        receipts = [receipt for receipt in [*peer.receipts, *peer.last_receipts] if receipt.averaged]
+        assert peer.global_step == len(receipts) >= 2
+
+
 def test_the_last_steps_of_a_peer_that_ends_before_the_last_moment_are_averaged() -> None:
     peers = sites(0.1, 0.1, 0.1)
     peers[0].steps = 290.0  # it waits for the others, which average once more without it, and make no step after
