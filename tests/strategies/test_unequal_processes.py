@@ -14,6 +14,5 @@ def test_processes_of_unequal_speed_lose_no_step_with_a_quorum() -> None:
     assert figures["failed"] == ""
     assert figures["rounds"] >= 3
     assert figures["steps_averaged"] == figures["steps_made"]
-    assert figures["latest"] >= 1
     slow, fast = figures["steps"]["2 slow"], figures["steps"]["0 fast"]
     assert fast > 3 * slow  # which it could not if it waited for 40 steps of the slow one
