@@ -115,7 +115,8 @@ def test_two_nodes_meet_at_the_one_that_the_endpoint_names_and_a_late_one_is_see
 
 def test_a_register_that_loses_everything_gets_it_back(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     register = nodes.register()
-    patient: dict[str, Any] = {"is_host": False, "keep_alive_max_attempt": 30}  # a busy machine delays heartbeats
+    # A busy machine delays heartbeats and writes.
+    patient: dict[str, Any] = {"is_host": False, "keep_alive_max_attempt": 30, "close_timeout": 120}
     first, second = nodes.node(**patient), nodes.node(**patient)
     nodes.meet(first, second)
     register.close()
