@@ -96,7 +96,7 @@ lint: $(VENV)/installed ## check style, types, import directions and the budget 
 docs: $(VENV)/docs ## build the documentation site in build/site; a broken link is an error
 	$(BIN)/python -m tools.site
 
-reference: $(VENV)/installed ## update docs/reference/options.md and cli.md after a change of an option
+reference: $(VENV)/installed ## write options.md, cli.md and metrics.md in docs/reference after a change of an option or a metric
 	$(BIN)/python -m tools.reference
 
 dist: $(VENV)/installed ## build and check a wheel and an sdist in dist/

@@ -1,7 +1,7 @@
 """The options of a peer: declared once, with their meaning and range, and where they are read from.
 
 The command line, the environment, TOML files and docs/reference/options.md follow from the declarations. To add an
-option, add a field to `PeerConfig`.
+option, add a field to `PeerConfig`; one that may differ between ranks stands in `training.site.OF_ONE_RANK` as well.
 """
 
 from __future__ import annotations

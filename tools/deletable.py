@@ -2,11 +2,12 @@
 
     python -m tools.deletable ROOM …
     python -m tools.deletable --any 2    # as many rooms, drawn by chance
+    python -m tools.deletable --here ROOM …    # in this tree
 
-With a room go its folders in `averaging/` and `tests/`, its lines in the registries (`COMMANDS` of the command line,
-the names of `averaging`, the layers in pyproject.toml), and what imports it among commands, tests, examples and
-benchmarks.
-Another room that imports it goes as well. The core must not: then this fails and names the import.
+With a room go its folders in `averaging/` and `tests/`, its lines in `REGISTRIES` and the layers in pyproject.toml, and
+what imports it among commands, tests, examples and benchmarks; it says which. Another room that imports it goes as
+well. The core must not: then this fails and names the import. What is not imported remains: the pages, `deploy/`, its
+proto, and what only it used in the core.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ ROOMS = (
 
 PARTS = ("averaging", "tests", "examples", "benchmarks")
 
+REGISTRIES = ("averaging/__init__.py", "averaging/cli/__init__.py", "averaging/cli/peer.py", "tools/reference.py")
+"""Files that stay, without the lines that name a room or what is imported from it."""
+
 
 def module_of(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
@@ -67,9 +71,9 @@ def to_delete(imports: dict[Path, frozenset[str]], room: str) -> tuple[set[Path]
         more = {path for path, names in imports.items() if path not in gone and names & modules}
         rooms = {other for other in ROOMS for path in more if path.is_relative_to(f"averaging/{other}")}
         more |= {path for path in imports for other in rooms if path.is_relative_to(f"averaging/{other}")}
+        more -= set(map(Path, REGISTRIES))
         kept = [path for path in more if path.parts[0] == "averaging" and not _may_go(path)]
-        more -= {path for path in kept if path.name == "__init__.py"}
-        if broken := [f"{path} imports what goes with {room}" for path in kept if path.name != "__init__.py"]:
+        if broken := [f"{path} imports what goes with {room}" for path in kept]:
             return gone, broken
         if more <= gone:
             return gone, []
@@ -77,20 +81,25 @@ def to_delete(imports: dict[Path, frozenset[str]], room: str) -> tuple[set[Path]
 
 
 def _may_go(path: Path) -> bool:
-    around = any(path.is_relative_to(f"averaging/{room}") for room in ROOMS)
-    return around or (path.is_relative_to("averaging/cli") and path.name != "__init__.py")
+    return path.is_relative_to("averaging/cli") or any(path.is_relative_to(f"averaging/{room}") for room in ROOMS)
 
 
 def without(text: str, gone: set[str]) -> str:
-    """A registry without the lines that name a module, or a name, that is gone."""
-    names = "|".join(map(re.escape, sorted(gone)))
-    return "".join(
-        line for line in text.splitlines(keepends=True) if not re.search(rf'["\s.]({names})["\s.\]:,]', line)
-    )
+    """A registry without the lines that name a module that is gone, or what is imported from it."""
+    names = [
+        re.escape(name.name)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module in gone
+        for name in node.names
+    ]
+    modules = "|".join(map(re.escape, sorted(gone)))
+    commands = "|".join(name.rpartition(".")[2] for name in sorted(gone) if name.startswith("averaging.cli."))
+    named = rf'(from |")({modules})[ "]|^    "\w+": "({commands})",$|\b({"|".join(names) or "$^"})\b'
+    return "".join(line for line in text.splitlines(keepends=True) if not re.search(named, line))
 
 
 def delete(tree: Path, room: str) -> None:
-    """Deletes a room from a tree.
+    """Deletes a room from a tree, and prints what goes.
 
     Raises:
         SystemExit: the core imports it.
@@ -100,20 +109,14 @@ def delete(tree: Path, room: str) -> None:
     gone, broken = to_delete(imports, room)
     if broken:
         sys.exit("\n".join(broken))
-    for path in gone:
+    for path in sorted(gone):
+        print(f"{room}: {path} goes")
         (tree / path).unlink()
-    offered = (tree / "averaging/__init__.py").read_text()
-    lines = re.findall(rf"from averaging\.{room.replace('/', '.')} import (.*)", offered)
-    names = {name.strip() for line in lines for name in line.split(",")} | {room}
-    for registry, words in {
-        "averaging/__init__.py": names,
-        "averaging/cli/__init__.py": {path.stem for path in gone if path.is_relative_to("averaging/cli")},
-    }.items():
-        if words:
-            (tree / registry).write_text(without((tree / registry).read_text(), words))
+    modules = {module_of(path) for path in gone}
+    for registry in map(tree.joinpath, REGISTRIES):
+        registry.write_text(without(registry.read_text(), modules))
     pyproject = (tree / "pyproject.toml").read_text()
-    for path in {path.parent for path in gone if path.parts[0] == "averaging" and path.parts[1] != "cli"}:
-        name = module_of(path)
+    for name in sorted(module for module in modules if re.match(r"averaging\.(?!cli\.)", module)):
         pyproject = re.sub(rf'^  "{name}",\n| \| {name}\b|\b{name} \| ', "", pyproject, flags=re.MULTILINE)
         pyproject = re.sub(
             rf"^\[project\.entry-points[^\n]*\]\n[^\n]*{name}\.[^\n]*\n", "", pyproject, flags=re.MULTILINE
@@ -151,7 +154,7 @@ def check(tree: Path) -> None:
         ["-m", "ruff", "check", "--quiet", "averaging", "tests"],
         ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"],
         ["-c", every],
-        ["-m", "mypy", "averaging"],
+        ["-m", "mypy", "averaging", "tests", "benchmarks", "examples", "tools"],
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/averager/test_visits.py", "tests/peer/test_peer.py"],
     ):
         subprocess.run([sys.executable, *command], cwd=tree, env=environment, check=True)
@@ -169,6 +172,10 @@ def copied(tree: Path) -> None:
 def main() -> None:
     """Deletes each room that is named or drawn, one after the other, each from a fresh copy."""
     words = sys.argv[1:]
+    if words[:1] == ["--here"]:
+        for room in words[1:]:
+            delete(ROOT, room)
+        return
     for room in random.sample(ROOMS, int(words[1])) if words[:1] == ["--any"] else words or ROOMS:
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder)

@@ -11,18 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
 from averaging.cli import main as averaging_command
 from averaging.config import OPTIONS
-from averaging.elastic import REGISTER_METRICS
-from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric, MetricKind, counter, gauge
-from averaging.rl.feed.server import COUNTERS, GAUGES
-from averaging.rl.rollouts import ROLLOUT_METRICS
-from averaging.rl.workers import WORKER_METRICS
-from averaging.weights import FOLLOWER_METRICS
+from averaging.metrics import CERTIFICATE_METRICS, Metric, MetricKind, counter, gauge
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -162,26 +159,32 @@ def _inside(group: click.Group, parent: click.Context) -> Iterator[click.Context
             yield from _inside(command, context)
 
 
-def _own(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-    return tuple(metric for metric in metrics if metric not in CERTIFICATE_METRICS)
-
-
-FEED_METRICS = (
-    *(counter(f"feed_{name.removesuffix('_total')}", text, *labels) for name, (text, labels) in COUNTERS.items()),
-    Metric("averaging_feed_request_duration_seconds", MetricKind.HISTOGRAM, "Time to answer a request.", ("route",)),
-    *(gauge(f"feed_{name}", text) for name, (text, _) in GAUGES.items()),
-)
-
-METRICS: dict[str, tuple[Metric, ...]] = {
-    "Of every process": PROCESS_METRICS,
-    "Of a process with a certificate": CERTIFICATE_METRICS,
-    "Of a peer and its averager": PEER_METRICS,
-    "Of a follower of weights (`averaging follow`, `WeightFollower`)": _own(FOLLOWER_METRICS),
-    "Of a register (`averaging register`)": _own(REGISTER_METRICS),
-    "Of a model worker (`ModelWorker`)": _own(WORKER_METRICS),
-    "Of rollouts (`averaging rollouts`)": _own(ROLLOUT_METRICS),
-    "Of the feed (`averaging feed`), at its own `/metrics`": FEED_METRICS,
+_PLACES = {
+    "Of every process": ("averaging.metrics", "PROCESS_METRICS"),
+    "Of a process with a certificate": ("averaging.metrics", "CERTIFICATE_METRICS"),
+    "Of a peer and its averager": ("averaging.metrics", "PEER_METRICS"),
+    "Of a follower of weights (`averaging follow`, `WeightFollower`)": ("averaging.weights", "FOLLOWER_METRICS"),
+    "Of a register (`averaging register`)": ("averaging.elastic", "REGISTER_METRICS"),
+    "Of a model worker (`ModelWorker`)": ("averaging.rl.workers", "WORKER_METRICS"),
+    "Of rollouts (`averaging rollouts`)": ("averaging.rl.rollouts", "ROLLOUT_METRICS"),
+    "Of the feed (`averaging feed`), at its own `/metrics`": ("averaging.rl.feed.server", "COUNTERS"),
 }
+
+
+def _metrics(module: Any, name: str) -> tuple[Metric, ...]:
+    if name == "COUNTERS":
+        seconds = "averaging_feed_request_duration_seconds"
+        counters = {key.removesuffix("_total"): row for key, row in module.COUNTERS.items()}
+        return (
+            *(counter(f"feed_{key}", text, *labels) for key, (text, labels) in counters.items()),
+            Metric(seconds, MetricKind.HISTOGRAM, "Time to answer a request.", ("route",)),
+            *(gauge(f"feed_{key}", text) for key, (text, _) in module.GAUGES.items()),
+        )
+    found: tuple[Metric, ...] = getattr(module, name)
+    return found if name == "CERTIFICATE_METRICS" else tuple(each for each in found if each not in CERTIFICATE_METRICS)
+
+
+METRICS = {title: _metrics(import_module(module), name) for title, (module, name) in _PLACES.items()}
 """All metrics by who has them."""
 
 LIST = re.compile(r"(<!-- make reference writes the list from here -->\n).*?(<!-- to here -->\n)", re.DOTALL)

@@ -157,8 +157,7 @@ def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, st
             on_found=lambda found: report.note(*found_seeds(found)),
             on_leave=lambda: stop.request(signal.SIGTERM),
         ),
-        # Elastic torchrun jobs of the run may meet here.
-        services=[RegisterService()] if serve and config.mode is not Mode.CLIENT else [],
+        services=[RegisterService()] if serve and config.mode is not Mode.CLIENT else [],  # for elastic torchrun jobs
     )
 
 

@@ -230,7 +230,7 @@ class Option:
     # meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
     help: str = ""
     section: str = ""  # title under which it is documented; empty for an option that is not
-    shared: bool = False  # whether the peers of a run should agree on it
+    shared: bool = False  # whether the command with which other peers join names it
     optional: bool = False  # whether None is a value beside the default
     alike: bool = False  # whether it must be the same at all peers of a run, or their rounds fail
 
