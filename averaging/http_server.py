@@ -177,6 +177,7 @@ class HttpListener(socket.socket):
     def __init__(self, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
         self._open: dict[socket.socket, str] = {}  # with the network of each
+        self._spare = socket.socket()  # given up for a moment to refuse a connection without a free descriptor
 
     def limit(self, connections: int, refusal: bytes) -> None:
         """Accepts at most that many connections, and of an address no more than are left for the others.
@@ -187,7 +188,17 @@ class HttpListener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accepts a connection."""
-        connection, address = super().accept()
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # asyncio would try and log it 2,048 times before the next iteration of its loop.
+            self._spare.close()
+            with suppress(OSError):
+                super().accept()[0].close()
+                self._spare = socket.socket()
+            raise self._refused("this process may open no more files; raise its limit (ulimit -n)") from None
         self._open = {each: network for each, network in self._open.items() if each.fileno() >= 0}
         network = network_of(address[0])
         if [*self._open.values()].count(network) < self._most - len(self._open):
@@ -196,13 +207,18 @@ class HttpListener(socket.socket):
         with connection, suppress(OSError):
             connection.setblocking(False)
             connection.send(self._refusal)
+        raise self._refused(f"{network} has as many connections as are left for others ({len(self._open)} are open)")
+
+    def _refused(self, why: str) -> BlockingIOError:
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
-            _logger.warning(
-                "the HTTP server refuses connections: %s has as many connections as are left for others (%d are open)",
-                *(network, len(self._open)),
-            )
-        raise BlockingIOError(errno.EAGAIN, "refused")
+            _logger.warning("the HTTP server refuses connections: %s", why)
+        return BlockingIOError(errno.EAGAIN, why)
+
+    def close(self) -> None:
+        """Ends listening; accepted connections stay open."""
+        self._spare.close()
+        super().close()
 
 
 def _with_descriptors(connections: int) -> int:

@@ -9,6 +9,7 @@ Nothing here imports torch before a safetensors file is read or written, so that
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+logger = logging.getLogger("averaging.cli")
 
 
 def beside(path: Path) -> Path:
@@ -227,11 +230,13 @@ class BaseFolder:
                 "it or the Hub has it"
             )
         try:
-            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_file()]
+            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _is_inside(path)]
             self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
             self._places = _places([path for path in files if path.name.endswith(".safetensors")])
         except OSError as error:
             raise InputError(f"--config: {folder} cannot be read: {error}") from None
+        if folder / "config.json" not in self.copied:
+            raise InputError(f"--config: config.json in {folder} is a link that leads out of it")
 
     @property
     def knows_names(self) -> bool:
@@ -321,6 +326,16 @@ class BaseFolder:
             shutil.copyfile(path, folder / path.name)
         for path in (*folder.iterdir(), folder):
             sync(path)
+
+
+def _is_inside(path: Path) -> bool:
+    """Whether it is a file of its folder, and no link that leads elsewhere, but to the blobs of the Hub's cache."""
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    inside = target.is_relative_to(folder) or target.parent == blobs
+    if path.is_file() and not inside:
+        logger.warning("%s is a link that leads out of the folder, so it is neither read nor copied", path)
+    return path.is_file() and inside
 
 
 def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:

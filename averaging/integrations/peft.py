@@ -295,12 +295,11 @@ class LoRAAveraging(LockstepStrategy):
         self._open_steps += 1
         others = self.present_others(training, wait=False)
         is_behind = bool(others.ahead) or self._downloads.busy
-        if is_behind and self.catch_up(training, others):
-            return loss
-        if self._schedule.is_due(
-            training.now(), training.announcements.declared_until(self._topic, self.history.phase)
-        ):
-            self._average(training, others.together)
+        if not (is_behind and self.catch_up(training, others)):
+            until = training.announcements.declared_until(self._topic, self.history.phase)
+            if self._schedule.is_due(training.now(), until) and not self._holds(training, self._topic):
+                self._average(training, others.together)
+        self._go_on(training, self.history.step, in_round=False)
         return loss
 
     @torch.no_grad()
@@ -346,6 +345,7 @@ class LoRAAveraging(LockstepStrategy):
         receipt = training.average(self._topic, **options)
         if not receipt.averaged:
             self._discarded = bool(receipt.group_id)
+            self._stands_still(f"its last round failed: {receipt.reason}")
         else:
             self._apply(training, receipt)
         return receipt

@@ -57,6 +57,10 @@ class ParameterCopies:
             and not type(optimizer).__module__.startswith(STEP_PARAMETERS)
             and any(parameter.dtype.itemsize < 4 for parameter in parameters.values())
         )
+        self._written = self._versions()  # after the last write that was not the optimizer's
+
+    def _versions(self) -> int:
+        return sum(parameter._version for parameter in self._parameters.values())
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -70,6 +74,7 @@ class ParameterCopies:
             yield
         finally:
             self.refresh()
+            self._written = self._versions()
 
     def refresh(self) -> None:
         """Writes the parameters to their copies if a write is in progress; also called before a state is committed."""
@@ -92,7 +97,7 @@ class ParameterCopies:
             kept = {parameter: state[parameter] for parameter in parameters if parameter in state}
             found = {each: of_it[MASTER] for each, of_it in kept.items() if isinstance(of_it, dict) and MASTER in of_it}
             parameters, masters = list(found), list(found.values())
-            if self._may_be_hidden and kept:
+            if self._may_be_hidden and self._versions() != self._written:  # it has made a step
                 self._may_be_hidden = False
                 if not found:
                     logger.warning(

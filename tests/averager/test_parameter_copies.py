@@ -130,7 +130,7 @@ def test_an_unknown_optimizer_of_parameters_in_low_precision_gets_one_sentence(
     copies = ParameterCopies(optimizer, named(params))
     write(params, copies)  # a newcomer's first download: nothing can be said before a step
     assert caplog.records == []
-    optimizer.state[params[0]]["step"] = 1
+    step(optimizer, params)
     for _ in range(2):
         write(params, copies)
     (record,) = caplog.records

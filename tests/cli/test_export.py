@@ -206,6 +206,24 @@ def test_wrong_arguments(
     assert not (tmp_path / "model").exists()
 
 
+def test_links_that_lead_out_of_the_folder_are_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save(NAMES, tmp_path / "last.pt")
+    base, secret = base_folder(tmp_path / "base"), tmp_path / "secret"
+    secret.write_text("secret")
+    (base / "vocab.txt").symlink_to(secret)
+    (base / "merges.txt").symlink_to("../secret")
+    (base / "special.json").symlink_to("tokenizer.json")
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "tokenizer.json", "special.json", "model.safetensors"}
+    assert caplog.text.count("leads out of the folder") == 2
+    (base / "config.json").rename(tmp_path / "config.json")
+    (base / "config.json").symlink_to("../config.json")
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "other")
+    assert (result.exit_code, "is a link that leads out of it" in told(result)) == (2, True)
+
+
 def test_a_snapshot_of_the_hub_is_copied(tmp_path: Path) -> None:
     """There every file is a link to a blob beside all snapshots."""
     torch.save(NAMES, tmp_path / "last.pt")

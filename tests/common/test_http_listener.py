@@ -22,6 +22,27 @@ def accepted(listener: HttpListener, clients: ExitStack, host: str, count: int) 
     return found
 
 
+def test_without_free_descriptors_a_connection_is_refused_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening("127.0.0.1:0"))
+        clients = [stack.enter_context(socket.create_connection(listener.getsockname(), 30)) for _ in range(3)]
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 1, limits[1]))
+        with suppress(OSError):
+            while True:
+                stack.enter_context(socket.socket())
+        for client in clients:
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            assert client.recv(1) == b"", "it is closed"
+    assert [record.message for record in caplog.records] == [
+        "the HTTP server refuses connections: this process may open no more files; raise its limit (ulimit -n)"
+    ]
+
+
 def test_few_addresses_with_many_connections_leave_room_for_others(caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening("127.0.0.1:0"))

@@ -85,10 +85,9 @@ async def test_a_blocked_loop_is_named_with_the_line_that_blocks(
 
 
 def hold_the_gil(over: list[bool]) -> None:
-    """Native code that keeps the GIL; then work until `over` has something. The C function takes whole seconds."""
-    ctypes.PyDLL(None).sleep(2)
-    while not over:
-        pass
+    """Native code that keeps the GIL, until `over` has something."""
+    while not over:  # a signal of an earlier test's process may interrupt it
+        ctypes.PyDLL(None).sleep(2)
 
 
 async def test_a_held_gil_is_named_and_counted(impatient: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -239,6 +239,15 @@ def test_a_failed_round_changes_nothing_and_the_next_one_has_all_steps(peers: Pe
     assert_mean(peers, [1.0, 1.0])
 
 
+def test_a_peer_whose_rounds_fail_says_so(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        peers.tune(group_wait=0.3)
+    peers.meet()
+    peers.train(0, 10)
+    assert "makes no step of the run" in caplog.text
+    assert "its last round failed: " in caplog.text
+
+
 def test_a_peer_that_missed_a_round_takes_over_the_others_and_keeps_its_steps(peers: Peers) -> None:
     for _ in range(3):
         peers.tune(group_wait=1.0)
