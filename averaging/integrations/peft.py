@@ -296,8 +296,9 @@ class LoRAAveraging(LockstepStrategy):
         others = self.present_others(training, wait=False)
         is_behind = bool(others.ahead) or self._downloads.busy
         if not (is_behind and self.catch_up(training, others)):
-            until = training.announcements.declared_until(self._topic, self.history.phase)
-            if self._schedule.is_due(training.now(), until) and not self._holds(training, self._topic):
+            seen = training.announcements.at_leader(wait=False)
+            due = self._due(training, self._topic, seen, self.history.phase)
+            if due is not None and not self._holds(training, self._topic):
                 self._average(training, others.together)
         self._go_on(training, self.history.step, in_round=False)
         return loss

@@ -75,6 +75,10 @@ class GradientAveraging(LockstepStrategy):
         """Samples this peer has gathered for the next global step."""
         return self._gathered
 
+    @property
+    def terms(self) -> Mapping[str, str]:
+        return {"target_batch_size": str(self.target_batch_size)}
+
     def schedule(self, training: StrategyContext) -> int:
         """The number of global steps."""
         return self.history.step
@@ -125,6 +129,9 @@ class GradientAveraging(LockstepStrategy):
         samples = sum(training.site.all_gather(checked))
         self._gather(gradients, samples)
         training.count_local_step(samples)
+        training.site.broadcast_from_leader(
+            lambda: self.check_terms(training, training.announcements.at_leader(wait=False))
+        )
         others = self.present_others(training)
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)

@@ -47,11 +47,12 @@ top_k = partial(DiLoCo, 2, compression="top_k")
         (DiLoCo("10s"), DiLoCo(5), {}, "sync_every is a number of steps at this peer, but 10s at"),
         (LocalSGD(4), LocalSGD(4), {"weight": "samples"}, "weight is the number of samples at this peer, but a number"),
         (DiLoCo(4, quorum=2), DiLoCo(4), {}, "quorum is off at this peer, but 2 at"),
+        (GradientAveraging(16), GradientAveraging(160), {}, "target_batch_size is 160 at this peer, but 16 at"),
         (top_k(density=1 / 8), top_k(density=1 / 4), {}, "density is 0.25 at this peer, but 0.125 at"),
         (top_k(), top_k(bits=8), {}, "bits is 8 at this peer, but 2 at"),
         (top_k(), top_k(mean_over="all"), {}, "mean_over is all at this peer, but senders at"),
     ],
-    ids=["interval", "steps", "weight", "quorum", "density", "bits", "mean_over"],
+    ids=["interval", "steps", "weight", "quorum", "target", "density", "bits", "mean_over"],
 )
 def test_options_that_all_peers_share_are_refused_by_name(
     start: Start, theirs: Strategy, ours: Strategy, options: dict[str, Any], named: str
