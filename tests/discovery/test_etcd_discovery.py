@@ -281,6 +281,23 @@ async def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
 
 
 @in_virtual_time
+async def test_values_that_are_no_records_hide_nobody() -> None:
+    """More of them than a peer holds records, between those of the others."""
+    async with Cluster() as cluster:
+        for name in ("b:1", "c:1"):
+            await (await cluster.peer(name)).store(KEY, name, b"1", later(300))
+        stranger = cluster.etcd.client()
+        lease, prefix = await stranger.grant(300.0), LAYOUT.prefix(KEY, "b:2")
+        for number in range(1100):
+            await stranger.change({prefix + b"%d" % number: b"\xff"}, lease)
+        await settle()
+        newcomer = await cluster.peer("a:1")
+        await newcomer.store(KEY, "a:1", b"1", later(300))
+        await settle()
+        assert newcomer.get(KEY).keys() == {"a:1", "b:1", "c:1"}
+
+
+@in_virtual_time
 async def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
     async with Cluster() as cluster:
         tokens = ("a-token-of-the-run", "an-older-token-of-it")

@@ -281,6 +281,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"n": 17}, 400, "n"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": ["a"] * 17}, 400, "prompt"),
     ({"prompt": "a" * 64}, 400, "max_tokens"),
     ({"top_p": 0}, 400, None),
     ({"presence_penalty": 0.5}, 400, None),

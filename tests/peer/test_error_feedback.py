@@ -84,7 +84,7 @@ def test_the_residuals_are_on_the_cpu_whatever_device_torch_uses_by_default() ->
     assert feedback.inputs([torch.ones(4)])[0].tolist() == [1.0] * 4
 
 
-SIZE, ROUNDS = 1024, 40
+SIZE, ROUNDS = 1024, 100
 FRACTIONS = (0.02, 0.05, 0.1, 0.3, 0.45)
 """Changes in each round, in steps of int8: the largest element of every block is 127."""
 
@@ -172,6 +172,8 @@ def test_what_an_average_loses_in_bfloat16_arrives() -> None:
 OTHERS: dict[str, Callable[[int], list[Member]]] = {
     "changing weights": lambda n: [Member(f"peer:{at + 1}", weight=1.0 + 9 * ((n + at) % 4)) for at in range(4)],
     "a weight that is 0 at times": lambda n: [*nodes(2), Member("peer:3", weight=float(n % 2))],
+    "two members": lambda _: nodes(2),
+    "five members": lambda _: nodes(5),
     "eight members": lambda _: nodes(8),
     "an auxiliary": lambda _: [*nodes(2), Member("peer:3", mode=Mode.AUXILIARY)],
     "a client": lambda _: [*nodes(2), Member("client::0", mode=Mode.CLIENT)],

@@ -110,4 +110,5 @@ def test_a_joint_batch_that_is_complete_at_the_end_is_not_dropped_and_the_rest_i
     assert all(finish.alike for finish in finishes)
     for finish in finishes:
         assert (f"no average has the last {finish.dropped:g} " in str(finish)) is (finish.dropped > 0)
+    assert any(finish.dropped for finish in finishes) or target == 16
     assert sum(finish.dropped for finish in finishes) < target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import ConfigError, StateError
+from averaging.training import History, Progress
 from tests.support.training import SGD, Start, model_of, step
 from tests.support.training_run import Noise, Run, Site, agree
 
@@ -66,6 +68,24 @@ def test_options_that_all_peers_share_are_refused_by_name(
 
     with pytest.raises(ConfigError, match=f"{named}.*{re.escape(first.endpoint)}; give all peers of the run the same"):
         join()
+
+
+def test_a_peer_that_has_made_a_round_names_one_with_other_options_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    averager = start().add(DiLoCo(1), SGD)
+    others = [Progress(History(), terms={"quorum": quorum}).pack() for quorum in ("7", "8")]
+
+    def meet(count: int) -> None:
+        averager.strategy.check_terms(averager._training, {f"other:{port}": others[port] for port in range(count)})
+
+    averager._training.standing = replace(averager._training.standing, rounds=1)
+    for count in (1, 1, 2, 2):
+        meet(count)
+    assert [text for text in caplog.messages if "quorum" in text] == [
+        f"quorum is off at this peer, but {quorum} at other:{port}; give all peers of the run the same"
+        for port, quorum in ((0, 7), (1, 8))
+    ]
 
 
 @pytest.mark.parametrize("kind", ["local", "diloco"])
