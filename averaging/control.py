@@ -91,7 +91,6 @@ class ControlService:
         self._run_id, self._certified = run_id, certified
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `RpcService`."""
         return [LEAVE.streams(self._leave)]
 
     async def _leave(self, _: wire.LeaveRequest) -> AsyncGenerator[wire.LeaveProgress, None]:
@@ -104,11 +103,7 @@ class ControlService:
             yield wire.LeaveProgress(step=step.value, endpoint=self.endpoint, run_id=self._run_id)
 
     def _permission(self) -> str:
-        """Why the caller may end this process. Who calls at all has the run's token and a certificate already.
-
-        Raises:
-            ProtocolViolationError: it may not.
-        """
+        """Why the caller may end this process, or ProtocolViolationError. Who calls has the run's token already."""
         host = unquote(rpc_caller().host).partition(":")[2].strip("[]")  # gRPC says ipv4:ADDRESS or ipv6:%5BADDRESS%5D
         if host and is_own(host):
             return "on this machine"

@@ -132,11 +132,7 @@ def noise() -> bytes:
 async def dial_back(
     caller_host: str, endpoint: str, nonce: bytes, tls: Tls | None, *, loopback: bool
 ) -> probe_pb2.DialBackReply:
-    """Opens one connection to the port of `endpoint` at the address of the caller, and closes it again.
-
-    Raises:
-        ProtocolViolationError: the request is malformed, or the caller's address is not dialled.
-    """
+    """Opens one connection to the port of `endpoint` at the address of the caller, and closes it again."""
     caller = parse_ip(unquote(caller_host.removeprefix("ipv4:").removeprefix("ipv6:")))
     if caller is None:
         raise ProtocolViolationError("the address of the caller is not known, so that it cannot be dialled")

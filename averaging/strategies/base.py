@@ -165,11 +165,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, training: StrategyContext) -> None:
-        """Called once, before the peer starts: creates the topics that will be averaged.
-
-        Raises:
-            TensorError: the optimizer has tensors that cannot be averaged.
-        """
+        """Called once, before the peer starts: creates the topics that will be averaged."""
 
     def joined(self, training: StrategyContext) -> None:
         """Called when the peer has joined its run and taken over the run's state, or has loaded a checkpoint."""
@@ -206,11 +202,8 @@ class Strategy(ABC):
     def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
         """Compares the terms of this peer with those of the others; called at the leader of a site.
 
-        A peer that has made no round yet does not train if its run has other terms, see `is_outvoted`. Else it warns of
-        each of those that differ once.
-
-        Raises:
-            ConfigError: it is such a peer; the message names another one and the option.
+        A peer that has made no round yet raises ConfigError if its run has other terms, see `is_outvoted`. Else it
+        warns of each of those that differ once.
         """
         if announcements is self._compared:
             return
@@ -234,7 +227,6 @@ class Strategy(ABC):
         return None
 
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
-        """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self._terms(training)
         ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
@@ -282,7 +274,6 @@ class Strategy(ABC):
     # Quorum
 
     def _check_quorum(self, training: StrategyContext) -> None:
-        """Checks that rounds with the quorum are possible; called as the strategy starts."""
         if self.quorum is None:
             return
         quorum, group_size = self.quorum.quorum, training.peer.config.group_size
@@ -415,11 +406,8 @@ class Strategy(ABC):
     ) -> bool:
         """Takes over the state of a peer that is ahead, if there is one. Returns whether it did.
 
-        Args:
-            training: the training whose state is replaced.
-            others: the other peers, as `others` returns them.
-            start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
-            wait: whether to wait for the download; if not, training goes on, and a later call takes the state over.
+        It waits `start_timeout` seconds until a donor starts to send, even if this peer could average with others.
+        Without `wait` training goes on during the download, and a later call takes the state over.
         """
         own = self.announced_history(training)
         fetch = training.states.of_all_ranks(
@@ -447,10 +435,8 @@ class Strategy(ABC):
     ) -> float | None:
         """One `opt.step()`: steps the inner optimizer, then calls `after_step`.
 
-        Args:
-            training: the optimizer and the peer.
-            closure: reevaluates the model and returns the loss.
-            batch_size: samples behind the gradients, for strategies that count them.
+        `closure` reevaluates the model and returns the loss; `batch_size` is the number of samples or tokens behind
+        the gradients, for strategies that count them.
         """
         loss = training.inner_step(closure, self.max_norm)
         self.after_step(training)
@@ -473,19 +459,11 @@ class Strategy(ABC):
         return None
 
     def check(self, user: Mapping[str, Any]) -> None:
-        """Checks the numbers of another peer's `state`, before its tensors are downloaded.
-
-        Raises:
-            StateError: this peer cannot load that state.
-        """
+        """Checks the numbers of another peer's `state`, before its tensors are downloaded; raises StateError."""
         return
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads what `state` returned, here or at another peer.
-
-        Raises:
-            StateError: it is malformed; nothing was changed.
-        """
+        """Loads what `state` returned, here or at another peer, or raises StateError and changes nothing."""
         return
 
     def own_state(self) -> Mapping[str, torch.Tensor]:
@@ -496,11 +474,7 @@ class Strategy(ABC):
         return {}
 
     def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none.
-
-        Raises:
-            StateError: a tensor does not fit.
-        """
+        """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none."""
         return
 
     def finish(self, training: StrategyContext) -> None:
@@ -510,15 +484,8 @@ class Strategy(ABC):
     def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Called by `DecentralizedAverager.finish`: makes the weights of all peers equal at the end of training.
 
-        Afterwards the model holds the weights to export.
-
-        Args:
-            training: the model and the peer.
-            partners: endpoints of the other peers that have ended their training.
-            timeout: seconds that this may take.
-
-        Returns:
-            The receipt of the last round; None if there was none.
+        Afterwards the model holds the weights to export. `partners` are the endpoints of the other peers that have
+        ended their training. Returns the receipt of the last round; None if there was none within `timeout` seconds.
         """
         return None
 
@@ -547,11 +514,7 @@ class Strategy(ABC):
 
 
 def check_unused(strategy: object) -> None:
-    """Checks that an averager can use this object.
-
-    Raises:
-        ConfigError: it is no strategy, or belongs to another averager.
-    """
+    """Raises ConfigError if this object is no strategy, or belongs to another averager."""
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
     if strategy.attached:

@@ -197,7 +197,6 @@ class DiLoCo(LockstepStrategy):
         return f"DiLoCo(sync_every={self.sync_every!r}{options}{self._options()}{sparse})"
 
     def _top_k(self, given: Mapping[str, Any]) -> tuple[TopK | None, float]:
-        """The options of `top_k` and the decay of its residual, checked; None with another compression."""
         options = {**TOP_K_DEFAULTS, **given}
         decay = options["decay"]
         if self.compression is not CompressionType.TOP_K:
@@ -225,14 +224,12 @@ class DiLoCo(LockstepStrategy):
 
     @property
     def terms(self) -> Mapping[str, str]:
-        """Also the options of `top_k`."""
         if self.top_k is None:
             return super().terms
         chosen = {"density": f"{self.top_k.density:g}", "bits": str(self.top_k.bits)}
         return {**super().terms, **chosen, "mean_over": self.top_k.mean_over.value}
 
     def start(self, training: StrategyContext) -> None:
-        """Divides the model into fragments and creates an outer optimizer for each."""
         self._check_quorum(training)
         self._fragments = []  # `start` may have failed for another averager
         pieces = cut({name: parameter.numel() for name, parameter in training.trained.items()}, self.fragments)
@@ -274,7 +271,6 @@ class DiLoCo(LockstepStrategy):
             )
 
     def joined(self, training: StrategyContext) -> None:
-        """Starts from the present parameters if no outer state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
         elif not self.attached:
@@ -288,10 +284,7 @@ class DiLoCo(LockstepStrategy):
     def step(
         self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step; ends a round whose result is due, and begins the next one if that is due.
-
-        The first step starts from the present parameters: they may have been loaded or averaged.
-        """
+        """The first step starts from the present parameters: they may have been loaded or averaged."""
         if training.local_step == self.history.step == 0:
             with training.locked():
                 self._anchor()
@@ -316,7 +309,6 @@ class DiLoCo(LockstepStrategy):
         return training.is_over(pending) if self._target is not None else self._schedule.steps >= self.delay
 
     def _go_along(self, training: StrategyContext) -> None:
-        """Begins a round if one is due, in time or late, and takes over the others' state when it is there."""
         look = training.site.broadcast_from_leader(lambda: self._look_along(training))
         self._attendance = replace(self._attendance, owed=self._attendance.owed or look.due is not None)
         if self._attendance.owed and look.target is not None:
@@ -650,7 +642,6 @@ class DiLoCo(LockstepStrategy):
         return names[int(number)] if number.isdigit() and key != "step" else None
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads an outer state; the hyperparameters of the outer optimizers do not change."""
         super().load(tensors, user)
         since = count_in(user, "since")
         outer = user.get("outer")

@@ -15,8 +15,6 @@ from averaging.training import GroupProgress
 
 
 class Fragment:
-    """A piece of the model with its outer state."""
-
     def __init__(
         self,
         number: int,

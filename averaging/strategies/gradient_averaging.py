@@ -72,7 +72,6 @@ class GradientAveraging(LockstepStrategy):
 
     @property
     def samples(self) -> float:
-        """Samples this peer has gathered for the next global step."""
         return self._gathered
 
     @property
@@ -80,15 +79,9 @@ class GradientAveraging(LockstepStrategy):
         return {"target_batch_size": str(self.target_batch_size)}
 
     def schedule(self, training: StrategyContext) -> int:
-        """The number of global steps."""
         return self.history.step
 
     def start(self, training: StrategyContext) -> None:
-        """Creates the topic of the mean gradients and the averaged buffers.
-
-        Raises:
-            ConfigError: the optimizer requires a closure, so there are no gradients before its step.
-        """
         if needs_closure(training.optimizer):
             raise ConfigError(
                 f"{type(training.optimizer).__name__} evaluates the model during its step, so its gradients cannot be "
@@ -111,7 +104,6 @@ class GradientAveraging(LockstepStrategy):
     def step(
         self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """Adds the gradients, and makes a global step if all peers together have enough samples."""
         if type(batch_size) is not int or batch_size < 1:
             raise ConfigError(
                 f"GradientAveraging counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer that "
@@ -243,7 +235,6 @@ class GradientAveraging(LockstepStrategy):
         return self._average_at_the_end(training, topic, max(0.0, end - training.monotonic()))
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads the state and drops the gathered gradients, which belong to other parameters."""
         super().load(tensors, user)
         self._drop_gradients()
 
@@ -272,5 +263,4 @@ def _bitmap(numbers: Collection[int], count: int) -> bytes:
 
 
 def _numbers(bitmap: bytes) -> set[int]:
-    """Unpacks `_bitmap`."""
     return {8 * place + bit for place, byte in enumerate(bitmap) for bit in range(8) if byte >> bit & 1}

@@ -165,16 +165,10 @@ class LocalSGD(Strategy):
     def of_changes(sync_every: int | str, **options: Any) -> DiLoCo:
         """Local SGD in which the change since the last round is averaged and applied, instead of the parameters.
 
-        That is `DiLoCo` with the outer optimizer SGD, `lr=1`, without momentum. Changes only make peers equal that were
-        equal before, so the peers make global steps together, as in `DiLoCo`, and one that has missed a step takes over
-        the state of another. Buffers are averaged as values; the optimizer's statistics are not.
-
-        Args:
-            sync_every: see `DiLoCo`.
-            options: those of `DiLoCo` besides `outer`, such as `compression="top_k"`.
-
-        Raises:
-            ConfigError: an argument is invalid.
+        That is `DiLoCo`, whose options it takes, with the outer optimizer SGD, `lr=1`, without momentum. Changes only
+        make peers equal that were equal before, so the peers make global steps together, as in `DiLoCo`, and one that
+        has missed a step takes over the state of another. Buffers are averaged as values; the statistics of the
+        optimizer are not. It raises ConfigError if an option is invalid.
         """
         for option, remedy in WITHOUT_CHANGES.items():
             if options.pop(option, None):
@@ -201,10 +195,7 @@ class LocalSGD(Strategy):
     def step(
         self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step, and a round if one is due.
-
-        Before the first step after a round, the parameters are those of all its members.
-        """
+        """Before the first step after a round, the parameters are those of all its members."""
         if self._averaged_in:
             group, self._averaged_in = self._averaged_in, ""
             self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
@@ -250,7 +241,6 @@ class LocalSGD(Strategy):
         return topic, due
 
     def state(self) -> ExtraState:
-        """The local steps since the last round."""
         return ExtraState({}, {"since": self._schedule.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
@@ -267,7 +257,6 @@ class LocalSGD(Strategy):
         return others, self._due(training, topic, seen)
 
     def finish(self, training: StrategyContext) -> None:
-        """Waits for the round in progress and adds its change."""
         self._averaged_in = ""  # `average_now` may follow
         if self._pending is not None:
             self._apply(training, self._pending)

@@ -67,7 +67,6 @@ class LockstepStrategy(Strategy):
         return self.history
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
-        """Reads the announced progress of the other peers, by endpoint."""
         ignored = self._downloads.ignored(training)
         given = announcements, self.history, self._partners, self._missing, self.stage, ignored
         if all(map(operator.is_, given, self._given)):
@@ -87,7 +86,6 @@ class LockstepStrategy(Strategy):
         return others
 
     def _late_peers(self, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
-        """The peers that wait to contribute to this peer's next step although they have missed others."""
         with_quorum = self.quorum is not None and self.stage is Stage.TRAINING
         return find_late(self.history, announcements) if with_quorum else ()
 
@@ -102,7 +100,6 @@ class LockstepStrategy(Strategy):
     def catch_up(
         self, training: StrategyContext, others: Others, start_timeout: float = 0.0, *, wait: bool = True
     ) -> bool:
-        """Also tells the others, and the log, that this peer is behind."""
         if others.ahead and self.quorum is None:
             self._note_behind(training, others.ahead)
         taken = super().catch_up(training, others, start_timeout, wait=wait)
@@ -159,7 +156,6 @@ class LockstepStrategy(Strategy):
         return bool(waits)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Checks that a state has a history, which the averager sets."""
         if "history" not in user:
             raise StateError("the state has no history of global steps")
 

@@ -53,12 +53,7 @@ class RunStart:
         self._named: set[frozenset[str]] = set()  # the origins of which a warning said that there are several
 
     def begin(self) -> None:
-        """Takes over the state of the run; without one, this peer offers its own parameters as the origin of a run.
-
-        Raises:
-            StateError: there are peers with a state, but none could deliver it.
-            ConfigError: the peers of the run train with other terms, see `Strategy.terms`.
-        """
+        """Takes over the state of the run; without one, this peer offers its own parameters as the origin of a run."""
         training, site, thread = self._training, self._training.site, self._training.thread
         joins = site.broadcast_from_leader(lambda: self._joins)
         site.broadcast_from_leader(lambda: thread.run(on_loop(self._check_terms)))
@@ -122,8 +117,7 @@ class RunStart:
     def _take_over_from(self, donors: list[str]) -> bool:
         """Takes over the state of one of `donors`. Returns False if there are none, or all of them are gone.
 
-        Raises:
-            StateError: none could deliver a state, although not all are gone.
+        It raises StateError if none could deliver a state, although not all are gone.
         """
         if not donors:
             return False
@@ -153,9 +147,6 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
     """Waits until `count` peers with the same origin train in the run, this one included; returns whether they do.
 
     If several peers started the run at the same moment, all but one of them take over its parameters meanwhile.
-
-    Raises:
-        ConfigError: an argument is no number, or the peers of the run train with other terms.
     """
     if type(count) is not int:
         raise ConfigError(f"count must be a whole number of peers, not {count!r}")
@@ -197,7 +188,6 @@ class RunEnd:
         self._gone: set[str] = set()  # peers that were killed
 
     def finish(self) -> Finish:
-        """Ends the round in progress, makes the weights of all peers equal, and compares them."""
         training, strategy = self._training, self._strategy
         training.modes.train()  # a round in progress belongs to the training weights
         strategy.finish(training)

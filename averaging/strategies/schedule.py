@@ -182,11 +182,7 @@ class ClockSchedule(Schedule):
 
 
 def make_schedule(sync_every: int | str, fragments: int = 1) -> Schedule:
-    """The schedule of a strategy's rounds, of which each fragment's takes place once in `sync_every`.
-
-    Raises:
-        ConfigError: `sync_every` is neither a number of steps, at least 1 and a multiple of `fragments`, nor a time.
-    """
+    """The schedule of a strategy's rounds, of which each fragment's takes place once in `sync_every`."""
     if type(sync_every) is int and sync_every >= 1:
         if sync_every % fragments:
             raise ConfigError(
@@ -266,7 +262,6 @@ class QuorumOptions:
 def quorum_options(
     quorum: int | float | None, grace: float | str | None, staleness_discount: float | None
 ) -> QuorumOptions | None:
-    """The options as a strategy gets them, checked; None without `quorum`."""
     if quorum is None:
         for name, value in (("grace", grace), ("staleness_discount", staleness_discount)):
             if value is not None:
@@ -317,7 +312,6 @@ class Cadence:
         return statistics.median(intervals) if intervals else math.inf
 
     def note(self, receipt: Receipt) -> None:
-        """Takes the receipt of a round that averaged."""
         self._began.append(receipt.started)
 
 

@@ -43,11 +43,7 @@ class CachedQueries:
         self._cached: dict[Hashable, _CachedQuery[Any]] = {}
 
     def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
-        """Returns the result of `query` in the peer's thread; waits only if nothing is cached.
-
-        Raises:
-            ClosedError: the thread was closed, or has failed.
-        """
+        """The result of `query` in the peer's thread; waits only if nothing is cached."""
         now = time.monotonic()
         kept: _CachedQuery[T] | None = self._cached.get(key)
         if kept is None:
@@ -70,8 +66,6 @@ class CachedQueries:
 
 @dataclass(slots=True)
 class _CachedQuery(Generic[T]):
-    """The last result of a query, and its latest execution."""
-
     asked_at: float
     pending: SignalSafeFuture[T]
     latest: SignalSafeFuture[T] | None = None
@@ -88,7 +82,7 @@ class Announcements:
         self._corrected_at = -math.inf
 
     def announce(self, progress: bytes, *, soon: bool = True) -> None:
-        """Announces this peer's progress, see `RunProgress.announce`; does not wait for the peer's thread."""
+        """Does not wait for the peer's thread."""
         if not self._site.owns:
             return
         # In a site the next question tells all ranks alike that it was closed.
@@ -128,10 +122,7 @@ class Announcements:
         return seen
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
-        """When the last declaration of other training peers for this topic expires; None if there is none.
-
-        In seconds since the epoch. It does not wait for the peer's thread, so the result may be one step old.
-        """
+        """When the last declaration of other training peers for this topic expires; may be a step old."""
         key = (topic.schema.topic, phase)
         return self._site.broadcast_from_leader(
             lambda: self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
@@ -148,10 +139,7 @@ class Announcements:
         return self._correction
 
     def group_began(self, topic: Topic, phase: str) -> float | None:
-        """When other peers began the only group of this phase, see `Peer.group_began`; at the leader of a site.
-
-        It does not wait for the peer's thread, so the result may be one step old.
-        """
+        """When other peers began the only group of this phase, at the leader of a site; may be a step old."""
         key = (topic.schema.topic, phase, "group")
         return self._queries.recent(self._thread, key, lambda: self._peer.group_began(topic, phase), wait=False)
 
@@ -172,11 +160,6 @@ class DataRecords:
         thread.start(self._follow())
 
     def announce(self, record: bytes) -> None:
-        """Announces this peer's record; does not wait for the peer's thread.
-
-        Raises:
-            ClosedError: the averager was closed.
-        """
         self._thread.start(on_loop(lambda: self._peer.data.announce(record)))
 
     @property
@@ -197,11 +180,7 @@ class DataRecords:
         return self._live, gone
 
     def check(self) -> None:
-        """Checks that the peer runs.
-
-        Raises:
-            ClosedError: the averager was closed, or its thread has failed.
-        """
+        """Raises ClosedError if the averager was closed, or its thread has failed."""
         self._thread.check()
 
     async def _follow(self) -> None:

@@ -167,15 +167,11 @@ class StrategyContext:
             return closure()
 
     def inner_step(self, closure: Callable[[], float] | None = None, max_norm: float | None = None) -> float | None:
-        """One step of the inner optimizer under the tensors' lock.
+        """One step of the inner optimizer under the tensors' lock. `max_norm` clips the gradients before they are used.
 
         The lock is free while a closure is evaluated, so that a forward and backward pass inside it does not delay
         rounds and newcomers. An optimizer that has changed parameters before it evaluates the closure, as LBFGS does,
         must find them unchanged: then the lock is held.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-            max_norm: gradients are clipped to this norm before they are used; None does not clip.
         """
         with self.pace.working(), ExitStack() as lock:
             lock.enter_context(self.peer.tensors())
@@ -229,11 +225,7 @@ class StrategyContext:
             self.clip((gradient for gradient in gradients if gradient is not None), max_norm)
 
     def count_local_step(self, samples: int | None = None) -> None:
-        """Counts a local step in which the inner optimizer did not step.
-
-        Args:
-            samples: samples behind the step; the step rate counts samples then.
-        """
+        """Counts a local step in which the inner optimizer did not step; with `samples` its rate counts these."""
         self.local_step += 1
         self.pace.count(samples)
 
@@ -264,17 +256,14 @@ class StrategyContext:
         return made.sending_exactly(exact) if exact else made
 
     def run_now(self) -> float:
-        """The clock of the run, in seconds since the epoch: the median of the peers' clocks, as far as it is known.
-
-        At a rank that does not lead its site it is the rank's own clock.
-        """
+        """The clock of the run, since the epoch; at a rank that does not lead its site the rank's own clock."""
         return self.now() + (self.announcements.clock_correction() if self.site.leads else 0.0)
 
     def average(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> Receipt:
-        """Averages a topic with a group and waits for the end of the round.
+        """Averages a topic with a group and waits for the end of the round; without one, the peer's own tensors.
 
         Args:
-            topic: a topic made by `topic`; the peer's own tensors if None.
+            topic: a topic made by `topic`.
             after: seconds until the round begins, the same at all ranks of a site; it begins earlier if another peer
                 looks for a group.
             options: see `RoundOptions`.
@@ -335,11 +324,9 @@ class StrategyContext:
         return self.site.broadcast_from_leader(lambda: pending.is_settled)
 
     def receipt_of(self, pending: PendingRound, *, may_fail: bool = False) -> Receipt:
-        """Waits for a round from `begin` and returns its receipt, the same at all ranks of the site.
+        """Waits for a round from `begin`; the receipt is the same at all ranks of the site.
 
-        Args:
-            pending: the round.
-            may_fail: whether it is nothing unusual that it finds no group, so that no warning says so.
+        With `may_fail` no warning says that it has found no group.
         """
         receipt = end_of(pending, self.thread)
         if receipt.averaged:
@@ -381,7 +368,7 @@ class StrategyContext:
         Args:
             tensors: tensors by name, in the same order at all peers.
             moment: which moment they are of, at most 64 characters; only fingerprints of the same one are compared.
-            number: the same at all peers; other parts of large tensors are digested with the next number.
+            number: which part of large tensors is digested, the same at all peers.
             step: step of the run for which the hyperparameters count; the local step if None.
         """
         values = list(tensors.values())
@@ -394,12 +381,7 @@ class StrategyContext:
         return self.reports.pass_on(receipt, may_fail=may_fail)
 
     def take_over(self, fetch: BackgroundDownload) -> None:
-        """Takes over a downloaded state completely, at all ranks of the site.
-
-        Raises:
-            StateError: it does not fit; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
-        """
+        """Takes over a downloaded state completely, at all ranks of the site, or changes nothing and raises."""
         with self.copies.following():
             self.states.take_over(fetch)
         self.modes.settle()
@@ -407,7 +389,7 @@ class StrategyContext:
 
 
 async def _average_at(peer: Peer, after: float, topic: Topic, options: RoundOptions) -> Receipt:
-    """Averages after so many seconds, or as soon as another peer looks for a group; called in the peer's thread."""
+    """Averages after so many seconds, or as soon as another peer looks for a group."""
     loop = asyncio.get_running_loop()
     end, phase = loop.time() + after, options.get("phase", "")
     while peer.declared_until(topic, phase) is None:

@@ -30,22 +30,14 @@ class RoundWeight:
         self.averaged: dict[str, int] = {}  # `made` when the last average of a topic was begun, by the topic's name
 
     def set(self, weight: float | str) -> None:
-        """Sets the weight: a number that is finite and at least 0, or "samples".
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """Sets a number that is finite and at least 0, or "samples"; raises ConfigError if it is neither."""
         if isinstance(weight, str) and weight != SAMPLES:
             raise ConfigError(f"weight must be a number or {SAMPLES!r}, not {weight!r}")
         self.counts_samples = weight == SAMPLES
         self.number = 1.0 if isinstance(weight, str) else check_weight(weight)
 
     def count(self, batch_size: int | None) -> None:
-        """Counts the samples of this rank in a step that begins.
-
-        Raises:
-            ConfigError: they are the weight of this peer, and `batch_size` is no number of samples.
-        """
+        """Counts the samples of this rank in a step that begins; raises ConfigError if they are missing."""
         if is_count(batch_size) and batch_size:
             self.made += batch_size
         elif self.counts_samples:
@@ -56,7 +48,6 @@ class RoundWeight:
 
     @property
     def unit(self) -> str:
-        """The unit of the weight; empty for a plain number."""
         return SAMPLES if self.counts_samples else ""
 
     def of(self, topic: Topic) -> float:
@@ -67,7 +58,6 @@ class RoundWeight:
         return max(LEAST_SAMPLES, float(sum(waiting)))
 
     def add_to(self, options: RoundOptions, topic: Topic) -> None:
-        """Sets the weight in the options of a round, unless it has one."""
         if "weight" not in options:
             options["weight"] = self.of(topic)
             if self.counts_samples:
@@ -86,7 +76,6 @@ class Pace:
         self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
 
     def count(self, samples: int | None = None) -> None:
-        """Counts a local step; its rate is that of samples if they are given."""
         self.own_work.count(1 if samples is None else samples)
         self._samples = samples
 

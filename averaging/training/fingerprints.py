@@ -49,14 +49,7 @@ def tolerance_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def fingerprint_of(tensors: Sequence[torch.Tensor], moment: str, number: int, since: int = 0) -> Fingerprint:
-    """The fingerprint of tensors on any device, equal at all peers whose tensors are equal.
-
-    Args:
-        tensors: the tensors in order; nobody writes them meanwhile.
-        moment: see `Fingerprint`.
-        number: which part of large tensors is digested; the same at all peers.
-        since: see `Fingerprint`.
-    """
+    """The fingerprint of part `number` of tensors on any device, equal at all peers whose tensors are equal."""
     pieces = _on_cpu(_windows(tensors, number))
     digests = [xxhash.xxh3_64_digest(piece.view(np.uint8).data) for piece in pieces]
     entries = (xxhash.xxh3_64_digest(b"".join(digests[run.start : run.stop])) for run in runs(len(digests)))

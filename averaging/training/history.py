@@ -76,11 +76,6 @@ class Origin:
 
     @classmethod
     def unpack(cls, packed: object) -> Origin:
-        """Unpacks what `pack` returned.
-
-        Raises:
-            StateError: `packed` is malformed.
-        """
         match packed:
             case [int(rank), float() | int() as earliness, str(id)] if (
                 rank in list(Rank) and math.isfinite(earliness) and len(id) <= MAX_LINEAGE
@@ -135,16 +130,11 @@ class History:
         return [self.step, self.samples, self.lineage, self.origin.pack()]
 
     def pack_trail(self) -> bytes:
-        """Packs the end of the trail, for a record or a state."""
         return b"".join(map(bytes.fromhex, self.trail[-TRAIL:]))
 
     @classmethod
     def unpack(cls, packed: object, trail: object = b"") -> History:
-        """Unpacks what `pack` and `pack_trail` returned, the trail also in hexadecimal; a malformed one is ignored.
-
-        Raises:
-            StateError: `packed` is malformed.
-        """
+        """Unpacks `pack`, or raises StateError, and `pack_trail`, of which a malformed one is ignored."""
         match packed:
             case [step, float() | int() as samples, str(lineage), origin] if (
                 is_count(step) and math.isfinite(samples) and len(lineage) <= MAX_LINEAGE
@@ -155,17 +145,14 @@ class History:
     def yields_to(self, other: History, *, donates: bool) -> bool:
         """Whether a peer with this history takes over the state of a peer with the other one.
 
-        Args:
-            other: history of a peer whose state can be downloaded.
-            donates: whether this peer's own state can be downloaded. If not, nobody can follow it, so it yields to
-                every other history with as many steps.
+        A peer whose own state cannot be downloaded yields to every other history with as many steps.
         """
         return other > self or (not donates and other.step == self.step and other != self)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress that one peer announces."""
+    """What one peer announces."""
 
     history: History  # origin of the run, and its steps
     samples: float = 0.0  # gathered for the next step
@@ -361,12 +348,8 @@ def compare_progress(
 ) -> Others:
     """Compares the announced progress of the other peers with a peer's own history.
 
-    Args:
-        own: the peer.
-        announcements: packed progress by endpoint; a malformed one is ignored.
-        partners: members of its last group, whose progress may be a few steps old.
-        ignored: peers that are not followed.
-        trains: whether the peer is training; it is together only with peers of which the same is true.
+    `partners` are the members of its last group, whose progress may be a few steps old; `ignored` peers are not
+    followed. A peer is together only with peers that train (`trains`) if it does.
     """
     progress = read_progress(announcements)
     ready = {name: peer for name, peer in progress.items() if name not in own.absent and _trains(peer) is trains}
@@ -475,19 +458,11 @@ class RunClaim:
 def rank_donors(
     offered: Collection[tuple[float, str]], peers: Mapping[str, Progress], given: Collection[str] = ()
 ) -> tuple[list[str], list[RunClaim]]:
-    """The peers that a newcomer asks for their state, the best first.
+    """The peers that a newcomer asks for their state, the best first, and what was announced for each origin, likewise.
 
     The donors of the origin that most peers have come first; of equally many, those of the origin of a peer that it was
-    told to join, then of the greatest history. Of these, the donors whose own history at least half of these peers hold
-    come first, then those with the highest priority.
-
-    Args:
-        offered: priorities and endpoints of the donors.
-        peers: progress of all other peers.
-        given: the peers that the newcomer was told to join.
-
-    Returns:
-        The donors, and what was announced for each origin that has any, the chosen one first.
+    told to join (`given`), then of the greatest history. Of these, the donors whose own history at least half of these
+    peers hold come first, then those with the highest priority.
     """
     donors = {name for _, name in offered} & peers.keys()
     claims = []

@@ -14,20 +14,13 @@ from averaging.errors import ConfigError, TensorError
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a model is divided between the ranks of a site."""
-
     shards: int
     shard_of: tuple[int, ...]
     name: str = ""
 
 
 def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
-    """Reads the layout from a model's parameters.
-
-    Raises:
-        ConfigError: the model is divided between other ranks than those of the site.
-        TensorError: the parameters are divided in different ways, or in one that cannot be averaged.
-    """
+    """Reads the layout from a model's parameters; raises ConfigError or TensorError if it cannot be averaged."""
     divided: dict[str, Any] = {name: parameter for name, parameter in parameters.items() if is_divided(parameter)}
     if not divided:
         return ShardLayout(1, (0,) * size)
@@ -118,14 +111,7 @@ def full_precision(tensor: torch.Tensor) -> torch.dtype:
 def clip(
     tensors: Iterable[torch.Tensor], max_norm: float, joint: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Scales tensors in place so that their joint norm is at most `max_norm`.
-
-    Returns:
-        The factor by which they were multiplied, 0-dim.
-
-    Raises:
-        TensorError: one of them is sparse.
-    """
+    """Scales tensors in place so that their joint norm is at most `max_norm`; returns the factor, 0-dim."""
     clipped = list(tensors)
     if not clipped and joint is None:
         return torch.ones(())

@@ -76,11 +76,6 @@ class TrainedModel:
         ]
 
     def names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of an optimizer's parameters, for each of its groups.
-
-        Raises:
-            ConfigError: the model lacks one of them.
-        """
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -94,7 +89,6 @@ class TrainedModel:
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def frozen(self, trained: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The present parameters of the model that are not among the trained ones, by name."""
         ids = {id(parameter) for parameter in trained}
         return {
             name: parameter for name, parameter in _named_tensors(self.model)[0].items() if id(parameter) not in ids
@@ -109,11 +103,7 @@ class TrainedModel:
         return _named_tensors(self.model)[2]
 
     def check(self, buffers: Collection[str]) -> None:
-        """Checks that the model has the same tensors as when this was made.
-
-        Raises:
-            TensorError: a parameter, or one of these buffers, was replaced, added or removed.
-        """
+        """Raises TensorError if a parameter, or one of these buffers, was replaced, added or removed."""
         if all([*map(id, members.values())] == before for members, before in self._members) and all(
             members.get(key) is buffer for members, key, buffer in self._places
         ):
@@ -291,12 +281,7 @@ def named_parameters(optimizer: torch.optim.Optimizer, model: TrainedModel | Non
     """The parameters of an optimizer by name, each once, in the order of its groups.
 
     The names are those of the model, else those the optimizer was given (`AdamW(model.named_parameters())`), else
-    `group0.param0` and so on.
-
-    Raises:
-        ConfigError: this is no optimizer, or the model lacks one of its parameters.
-        TensorError: a parameter is not floating-point, does not require a gradient or is not writable, or two
-            parameters have the same name.
+    `group0.param0` and so on. Raises ConfigError or TensorError if they cannot be averaged.
     """
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
@@ -324,7 +309,6 @@ def named_parameters(optimizer: torch.optim.Optimizer, model: TrainedModel | Non
 
 
 def _names(optimizer: torch.optim.Optimizer, model: TrainedModel | None) -> list[list[str]]:
-    """The names of an optimizer's parameters, for each of its groups."""
     if model is not None:
         return model.names(optimizer)
     given = [
@@ -344,12 +328,7 @@ class ModelBuffers:
 
 
 def named_buffers(given: Any, model: TrainedModel | None = None) -> ModelBuffers:
-    """The buffers that peers have in common.
-
-    Raises:
-        ConfigError: `given` is not a mapping of names to tensors.
-        TensorError: a given buffer is not writable.
-    """
+    """The buffers that peers have in common."""
     if given is None:
         named = (
             {} if model is None else {name: buffer for name, buffer in model.buffers.items() if _can_be_sent(buffer)}
@@ -376,7 +355,6 @@ def _given_buffers(given: Any, model: TrainedModel | None) -> dict[str, torch.Te
 
 
 def _can_be_sent(buffer: torch.Tensor) -> bool:
-    """Whether a buffer that nobody chose can be averaged, or sent to newcomers."""
     try:
         _check_writable("it", buffer)
     except TensorError:
@@ -389,11 +367,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
 
 
 def _check_writable(what: str, tensor: torch.Tensor) -> None:
-    """Checks that a result can be written to a tensor, at once instead of in the first round.
-
-    Raises:
-        TensorError: it cannot.
-    """
+    """Raises TensorError, at once instead of in the first round, if a result cannot be written to a tensor."""
     if tensor.is_meta:
         raise TensorError(
             f"{what} is on the meta device and has no values; give it values first, for example with model.to_empty()"
@@ -425,11 +399,7 @@ class TensorGuard:
         self._ids = self._parameter_ids()
 
     def check(self) -> None:
-        """Checks that the averaged tensors are still the trained ones.
-
-        Raises:
-            TensorError: a tensor was moved in memory, or the inner optimizer or the model has other ones now.
-        """
+        """Raises TensorError if a tensor was moved, or the inner optimizer or the model has other ones now."""
         if self._model is not None:
             self._model.check(self._buffers)
         for name, tensor in self._tensors.items():

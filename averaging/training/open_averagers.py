@@ -24,8 +24,6 @@ logger = logging.getLogger("averaging.training")
 
 
 class OpenAverager(Protocol):
-    """What this process asks of its averagers."""
-
     @property
     def run_id(self) -> str: ...
     @property
@@ -152,8 +150,6 @@ def leave_on_signals(leaver: OpenAverager, names: Collection[str]) -> None:
 
 
 class AskedToLeave(Protocol):
-    """What `ending_process` asks of a peer."""
-
     @property
     def leaves(self) -> bool: ...  # whether its owner has asked for it
 

@@ -95,11 +95,7 @@ class GroupProgress:
 
 
 def merged(groups: Groups, progress: object) -> Groups:
-    """Parameter groups with the progress of another optimizer of the same kind.
-
-    Raises:
-        StateError: it does not fit these groups.
-    """
+    """Parameter groups with the progress of another optimizer of the same kind; StateError if it does not fit."""
     if not isinstance(progress, list) or not all(isinstance(values, dict) for values in progress):
         raise StateError("the progress of its optimizer is unreadable")
     if not any(progress):
@@ -187,11 +183,8 @@ def pack_optimizer(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Packs an optimizer's state and the progress in its parameter groups, without its hyperparameters.
 
-    Returns:
-        The tensors (not copied) by names that start with `prefix` and a slash, and the rest.
-
-    Raises:
-        StateError: a value is neither a number, a string, a dense tensor, None, nor a list, tuple or dict of these.
+    Returns the tensors (not copied) by names that start with `prefix` and a slash, and the rest. Raises StateError if a
+    value is neither a number, a string, a dense tensor, None, nor a list, tuple or dict of these.
     """
     tensors: dict[str, torch.Tensor] = {}
     packed = _pack(optimizer.state_dict()["state"], prefix, tensors)
@@ -209,8 +202,7 @@ def load_optimizer(
 ) -> None:
     """Loads what `pack_optimizer` returned at another peer; the hyperparameters do not change.
 
-    Raises:
-        StateError: it is malformed or of another class of optimizer; nothing was changed.
+    If it is malformed or of another class of optimizer, it raises StateError, and nothing was changed.
     """
     if not isinstance(packed, dict) or not isinstance(packed.get("class"), str):
         raise StateError("the state of its optimizer is unreadable")

@@ -56,11 +56,7 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
         self._inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Not possible.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raises ConfigError: the averaged tensors cannot change after the averager has started."""
         raise ConfigError(
             "the averaged tensors cannot change after the averager has started; add the group to the inner optimizer "
             "before, or close this averager and make a new one"
@@ -129,12 +125,6 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
         self._training.weights.set(weight)
 
     def check_tensors(self) -> None:
-        """Checks that the averaged tensors are the trained ones, as every `step` does.
-
-        Raises:
-            TensorError: The model was moved or converted after the averager was made, or the inner optimizer has other
-                parameters now.
-            ClosedError: The averager was closed, or its thread has failed.
-        """
+        """Checks that the averaged tensors are the trained ones, as every `step` does; raises TensorError if not."""
         self._training.thread.check()
         self._training.guard.check()

@@ -64,11 +64,7 @@ class ParameterCopies:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Wraps a write to the parameters that is not the optimizer's own.
-
-        Raises:
-            ConfigError: `masters` returns other tensors than copies of the parameters.
-        """
+        """Wraps a write to the parameters that is not the optimizer's own."""
         self._stale = self._find()
         try:
             yield
@@ -171,7 +167,6 @@ class WeightModes:
         return groups
 
     def eval(self) -> None:
-        """Puts the evaluation weights into the model."""
         if not (self.exist and self.training):
             return
         with self._lock(), torch.no_grad():
@@ -181,7 +176,6 @@ class WeightModes:
             self._kept = [(parameter, was, parameter._version) for parameter, was in zip(parameters, kept, strict=True)]
 
     def train(self) -> None:
-        """Puts the training weights into the model."""
         if self.training:
             return
         with self._lock(), torch.no_grad():

@@ -37,11 +37,7 @@ INLINE_BYTES = 4088
 
 
 def ranks_of(process_group: object) -> list[int]:
-    """Returns the global ranks of a process group; None stands for the default group.
-
-    Raises:
-        ConfigError: torch.distributed is not initialized, or this is no process group.
-    """
+    """The global ranks of a process group, None for the default one; ConfigError if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "process_group was given, but torch.distributed is not initialized; call "
@@ -60,19 +56,8 @@ def ranks_of(process_group: object) -> list[int]:
 class ControlGroup:
     """A gloo group over the ranks of another group, so that control data never mixes with the training's collectives.
 
-    Every method is collective: all ranks call it, in the same order. Objects are pickled, as torch's own collectives
-    do: the ranks are processes of one job, and trust each other.
-
-    Args:
-        ranks: Global ranks of the members, see `ranks_of`.
-        timeout: Seconds for which a rank waits for another one that is alive.
-
-    Attributes:
-        rank: Rank of this process in the group.
-        size: Number of ranks.
-
-    Raises:
-        SiteError: A rank is lost. Any method raises it.
+    Every method is collective: all ranks call it, in the same order. A method raises SiteError if a rank is lost, or
+    keeps this one waiting for `timeout` seconds. `ranks` are global ones, see `ranks_of`.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float = HANG_SECONDS) -> None:
@@ -88,7 +73,7 @@ class ControlGroup:
             raise SiteError(f"the ranks of this site cannot connect to each other: {error}") from error
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """Returns the `content` of rank `source` at every rank; that of other ranks is ignored."""
+        """The `content` of rank `source` at every rank; that of other ranks is ignored."""
         sends = self.rank == source
         # The first tensor has a fixed size, since the receivers do not know the length yet.
         first = torch.zeros(INLINE_BYTES + 8, dtype=torch.uint8)
@@ -111,7 +96,7 @@ class ControlGroup:
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def all_gather(self, item: object) -> list[Any]:
-        """Returns the items of all ranks, in their order."""
+        """The items of all ranks, in their order."""
         items: list[Any] = [None] * self.size
         with self._reaching():
             dist.all_gather_object(items, item, group=self._group)
@@ -160,19 +145,11 @@ class Site:
 
         Whether a round is due, and all else that depends on clocks, chance or other peers, is such a question. The
         result must be picklable.
-
-        Raises:
-            SiteError: a rank is lost.
         """
         return question()
 
     def all_gather(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` at every rank and returns all results, in the order of the ranks.
-
-        Raises:
-            Exception: what the work has raised, at every rank, even if only one of them has failed.
-            SiteError: a rank is lost.
-        """
+        """Runs `work` at every rank and returns all results in their order; raises at every rank if one has failed."""
         return [work()]
 
     def broadcast_from_owner(self, make: Callable[[], T]) -> T:
@@ -187,8 +164,6 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the leader has answered; `news` is None if there is nothing new."""
-
     value: Any = None
     error: BaseException | None = None
     news: Any = None
@@ -216,7 +191,6 @@ class LeaderStatusRelay:
         self.last = NO_STATUS
 
     def latest(self) -> LeaderStatus | None:
-        """What the leader tells with this answer; None if it told something less than `STATUS_SECONDS` ago."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + STATUS_SECONDS
@@ -229,13 +203,7 @@ class LeaderStatusRelay:
 
 
 class ProcessGroupSite(Site):
-    """A site whose ranks are those of a process group.
-
-    Every method is collective: all ranks call it, in the same order.
-
-    Raises:
-        ConfigError: torch.distributed is not initialized, or this process is not in the group.
-    """
+    """A site whose ranks are those of a process group. Every method is collective."""
 
     def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], relay: LeaderStatusRelay) -> None:
         ranks = ranks_of(group)
@@ -344,11 +312,6 @@ init_process_group()."""
 
 
 def site_of(process_group: object, parameters: Mapping[str, torch.Tensor], relay: LeaderStatusRelay) -> Site:
-    """The site of this process.
-
-    Raises:
-        ConfigError: there is no such group, or the model is divided and no group was given.
-    """
     if process_group is not NO_GROUP:
         return ProcessGroupSite(process_group, parameters, relay)
     divided = next((name for name, parameter in parameters.items() if is_divided(parameter)), None)
@@ -416,11 +379,7 @@ def described(config: PeerConfig, **further: object) -> dict[str, str]:
 
 
 def check_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
-    """Checks that all ranks of a site were started alike.
-
-    Raises:
-        ConfigError: two ranks differ; the message names the first difference.
-    """
+    """Raises ConfigError if two ranks of a site were started differently; the message names the first difference."""
     for rank, description in enumerate(descriptions):
         for name, value in descriptions[0].items():
             if description[name] != value:

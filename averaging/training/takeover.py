@@ -51,8 +51,6 @@ def of_each_shard(site: Site, work: Callable[[], T]) -> dict[int, T | Exception]
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """The result of one shard's round, which is not adopted yet."""
-
     group_id: bytes
     rounds: Mapping[str, int]  # the sites in the group, and which round of each it was
 
@@ -91,7 +89,6 @@ class PendingRound:
         return make() if self.site.shards == 1 else self._proposing(make())
 
     async def _proposing(self, round_: Coroutine[Any, Any, Receipt]) -> Receipt:
-        """Runs the round of a shard; if it ends without a result, no verdict is waited for."""
         proposal = self._proposal
         try:
             return await round_
@@ -120,11 +117,6 @@ class PendingRound:
         return self.receipt is None or self._proposal.done()
 
     def result(self) -> Receipt:
-        """The receipt of this rank's round, which has ended.
-
-        Raises:
-            AveragingError: the round has raised it; or this rank had none.
-        """
         if self.receipt is None:
             raise ClosedError("this rank owns no peer")
         return self.receipt.result()
@@ -137,7 +129,6 @@ class PendingRound:
         return await self._verdict
 
     def wait(self, thread: EventLoopThread) -> Receipt:
-        """Waits for the receipt of this rank's round."""
         if self.receipt is None:
             raise ClosedError("this rank owns no peer")
         return thread.wait(self.receipt)
@@ -157,12 +148,7 @@ class PendingRound:
 
 
 def end_of(pending: PendingRound, thread: EventLoopThread) -> Receipt:
-    """Waits for a round at all ranks of a site; then either all of them hold its result, or none does.
-
-    Raises:
-        SiteError: the result was adopted by some shards only.
-        Exception: what the round has raised at one of the ranks.
-    """
+    """Waits for a round at all ranks of a site; then either all of them hold its result, or none does."""
     site = pending.site
     if site.shards > 1:
         receipt = _of_all_shards(pending, thread)
@@ -310,21 +296,12 @@ class StateTakeover:
         self._thread.run(wait())
 
     def receive(self, fetch: BackgroundDownload) -> Mapping[str, Any]:
-        """Waits for a download and returns the strategy's part of the state.
-
-        Raises:
-            StateError: no donor delivered a valid state.
-            ClosedError: the averager was closed, or its thread has failed.
-        """
+        """Waits for a download; the strategy's part of the state, or StateError if no donor delivered a valid one."""
         user: Mapping[str, Any] = self._thread.wait(fetch.result).state.user["strategy"]
         return user
 
     def of_all_ranks(self, search: Callable[[], BackgroundDownload | None]) -> BackgroundDownload | None:
-        """The download that `search` finds at the leader; the other shards are downloaded from the same donor.
-
-        Raises:
-            Exception: whatever `search` raises, at all ranks.
-        """
+        """The download that `search` finds at the leader; the other shards are downloaded from the same donor."""
         at_leader: BackgroundDownload | None = None
 
         def look() -> str | None:
@@ -338,13 +315,7 @@ class StateTakeover:
         return at_leader if donor is None or at_leader is not None else self.fetch([donor])
 
     def take_over(self, fetch: BackgroundDownload) -> None:
-        """Takes over a download at all ranks.
-
-        Raises:
-            StateError: a shard could not be downloaded, or does not fit; nothing was changed.
-            RoundError: the application held the tensors' lock for more than `round_timeout`; nothing was changed.
-            SiteError: only some of the shards were taken over.
-        """
+        """Takes over a download at all ranks, or none; SiteError if only some shards were taken over."""
         if self._site.shards == 1:
             self._site.broadcast_from_leader(lambda: self._write(fetch))
         else:

@@ -25,11 +25,6 @@ from averaging.training.optimizer_state import PREFIX, load_optimizer, pack_opti
 
 
 def make_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Makes the scheduler that the averager drives.
-
-    Raises:
-        ConfigError: `make` returns no scheduler, or one whose `step` takes a loss.
-    """
     if not callable(make):
         raise ConfigError(
             "scheduler must be a function of the optimizer, such as functools.partial(StepLR, step_size=30), not "
@@ -46,11 +41,7 @@ def make_scheduler(make: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 @contextmanager
 def loaded(scheduler: LRScheduler | None, saved: object) -> Iterator[None]:
-    """Loads a scheduler's state, if there are both; restores the former state if that or the block raises.
-
-    Raises:
-        ConfigError: the state belongs to another class of scheduler.
-    """
+    """Loads a scheduler's state, if there are both; restores the former state if that or the block raises."""
     if scheduler is None or not isinstance(saved, dict):
         yield
         return
@@ -122,8 +113,6 @@ logger = logging.getLogger("averaging.training")
 
 
 class StrategyState(Protocol):
-    """The part of a strategy that its state needs, see `averaging.Strategy`."""
-
     history: History
 
     def schedule(self, training: StrategyContext) -> int: ...
@@ -142,9 +131,6 @@ class TrainingState:
 
     `shared` and `take_over` are called in the peer's thread, `shared` also in the training thread when that commits a
     state. All other methods are called in the training thread.
-
-    Raises:
-        ConfigError: the scheduler cannot be driven.
     """
 
     def __init__(
@@ -158,18 +144,13 @@ class TrainingState:
         self._driver = None if self.scheduler is None else SchedulerDriver(self.scheduler, training.optimizer)
 
     def drive_scheduler(self) -> None:
-        """Steps the scheduler until it has made the steps of the strategy."""
         if self._driver is not None:
             self._driver.drive(self._strategy.schedule(self._training))
 
     # For newcomers
 
     def shared(self) -> ExtraState:
-        """The state for newcomers (not copied).
-
-        Raises:
-            StateError: the inner optimizer has a value that cannot be packed.
-        """
+        """The state for newcomers (not copied)."""
         self._training.copies.refresh()
         tensors, packed = pack_optimizer(self._training.optimizer, self._training.progress)
         packed["evaluates"] = not self._training.modes.training
@@ -183,11 +164,7 @@ class TrainingState:
         return ExtraState({**tensors, **buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def check(self, user: Mapping[str, Any]) -> None:
-        """Checks what a state holds besides its tensors, before these are downloaded.
-
-        Raises:
-            StateError: it is malformed, belongs to another strategy, or has a number that is NaN or infinite.
-        """
+        """Checks what a state holds besides its tensors, before these are downloaded; StateError if it does not fit."""
         if "optimizer" not in user:
             return
         local_step, strategy = user.get("local_step"), user.get("strategy")
@@ -206,8 +183,7 @@ class TrainingState:
     def take_over(self, state: State) -> None:
         """Loads the `shared` state of another peer. The caller holds the tensors' lock.
 
-        Raises:
-            StateError: it is malformed or does not fit this run, optimizer or strategy; nothing was changed.
+        If it does not fit this run, optimizer or strategy, it raises StateError, and nothing was changed.
         """
         if state.version < 1:
             raise StateError("its state was never averaged, so it belongs to no run")
@@ -259,9 +235,7 @@ class TrainingState:
     def load(self, inner: dict[str, Any], saved: object) -> None:
         """Loads the inner optimizer's state dict and a `saved` state, which becomes the state that newcomers get.
 
-        Raises:
-            ConfigError: it belongs to another strategy or scheduler; optimizer and scheduler were not changed.
-            ClosedError: the averager was closed, or its thread has failed.
+        If it belongs to another strategy or scheduler, it raises ConfigError; these two were not changed.
         """
         training = self._training
         own = saved if isinstance(saved, dict) else {"local_step": saved}
@@ -342,11 +316,7 @@ class TrainingState:
 
 
 def _own_tensors(strategy: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds for one peer only; nothing if it is an older one.
-
-    Raises:
-        StateError: it is malformed.
-    """
+    """What a checkpoint holds for one peer only; nothing if it is an older one."""
     own = strategy.get("own", {})
     if not isinstance(own, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in own.values()):
         raise StateError(f"it holds {own!r:.100} under 'own', not tensors by name")
@@ -354,11 +324,7 @@ def _own_tensors(strategy: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    """The tensor of that name, with the shape and dtype of `like`.
-
-    Raises:
-        StateError: it is missing, or has another shape or dtype.
-    """
+    """The tensor of that name; StateError if it is missing, or has another shape or dtype than `like`."""
     tensor = tensors.get(name)
     if tensor is None:
         raise StateError(f"the state lacks {name!r}")
@@ -381,11 +347,7 @@ def under_own_names(tensors: Mapping[str, torch.Tensor], prefix: str, own: Seque
 
 
 def count_in(user: Mapping[str, Any], name: str) -> int:
-    """The count of that name, 0 if there is none.
-
-    Raises:
-        StateError: it is not a count.
-    """
+    """The count of that name, 0 if there is none; StateError if it is none."""
     count = user.get(name, 0)
     if not is_count(count):
         raise StateError(f"the state has {count!r:.100} under {name!r}, not a number of steps")
