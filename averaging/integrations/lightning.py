@@ -34,8 +34,8 @@ class AveragingCallback(Callback):
     trainer.fit(Model(), data)
     ```
 
-    The training waits for the other peers. It ends at the same step for all peers, including those that joined later.
-    `opt.finish()` then puts the final weights into the model; save them with `trainer.save_checkpoint` after `fit`.
+    The training waits for the other peers, and ends at the same step for all, also for those that joined later. The
+    final weights are then in the model; save them with `trainer.save_checkpoint` after `fit`.
     Checkpoints written during the training have this peer's weights at that time. The averager is closed when the
     Trainer ends, also after an error or Ctrl+C. GradientAveraging and `weight="samples"` get the number of samples of
     each step. The Trainer's loggers get the averager's status, as `averaging/local_step` and so on.
@@ -61,7 +61,6 @@ class AveragingCallback(Callback):
         self._batch_size = batch_size
         self._hooks: TrainerHooks | None = None
         self._max_steps = 0.0
-        self._samples = 0  # of the next step
         self._logged = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,7 +88,6 @@ class AveragingCallback(Callback):
         self._hooks.check(pl_module, REMEDY)
         if trainer.ckpt_path is not None:
             self._hooks.check_resumed()
-        averager.register_step_pre_hook(self._add_batch_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the other peers."""
@@ -97,12 +95,15 @@ class AveragingCallback(Callback):
         self._started.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._samples = 0
-        if callable(self._batch_size):
-            self._samples += self._batch_size(batch)
-        elif self._batch_size is None and weighs_steps(_averagers(trainer)[0]):
-            self._samples += extract_batch_size(batch)
+        hooks, before = self._started, 0
+        if batch_idx % trainer.accumulate_grad_batches:
+            before = hooks.divisor or 0
+        if isinstance(self._batch_size, int):
+            hooks.divisor = self._batch_size
+        elif self._batch_size is not None:
+            hooks.divisor = before + self._batch_size(batch)
+        elif weighs_steps(_averagers(trainer)[0]):
+            hooks.divisor = before + extract_batch_size(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,10 +130,6 @@ class AveragingCallback(Callback):
         if self._hooks is None:
             raise RuntimeError("called before on_fit_start")
         return self._hooks
-
-    def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        samples = self._batch_size if isinstance(self._batch_size, int) else self._samples or None
-        return arguments, {"batch_size": samples, **options}
 
 
 def _averagers(trainer: Trainer) -> list[DecentralizedAverager]:

@@ -233,6 +233,8 @@ class TrainerHooks:
         self._wait_for, self._timeout, self._global_steps = wait_for, timeout, global_steps
         self._is_newcomer = averager.local_step > 0
         self.finished = False
+        self.divisor: int | None = None  # what the loss of the next step is divided by: samples, or tokens
+        averager.register_step_pre_hook(self._add_batch_size)
 
     def check(self, model: torch.nn.Module, remedy: str) -> None:
         """Checks that the averager has the parameters that the trainer's `model` trains.
@@ -283,6 +285,9 @@ class TrainerHooks:
         self.finished = True
         finish = self._averager.finish(self._timeout)
         logger.log(logging.INFO if finish.alike else logging.WARNING, "the training has ended: %s", finish)
+
+    def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (arguments, {"batch_size": self.divisor, **options}) if self.divisor else None
 
     def scalars(self) -> dict[str, float]:
         """The averager's status for the trainer's logs; empty after the averager was closed."""

@@ -80,7 +80,6 @@ class AveragingCallback(TrainerCallback):
         self._hooks = TrainerHooks(averager, wait_for=wait_for, timeout=timeout, global_steps=global_steps)
         self._averager = averager
         self._batch_size = batch_size
-        self._divisor: int | None = None  # of the loss of the next step
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -100,7 +99,6 @@ class AveragingCallback(TrainerCallback):
         trainer.lr_scheduler = _UnchangedLR(self._averager)
         # First, so that reporting callbacks get the averager's status.
         trainer.callback_handler.callbacks.insert(0, self)
-        self._averager.register_step_pre_hook(self._add_batch_size)
         trainer.get_batch_samples = partial(self._get_batch_samples, trainer.get_batch_samples, trainer.args)
         self._trainer = trainer
 
@@ -150,21 +148,18 @@ class AveragingCallback(TrainerCallback):
         self, get: Callable[..., tuple[list[Any], Any]], args: TrainingArguments, *arguments: Any, **options: Any
     ) -> tuple[list[Any], Any]:
         batches, items = get(*arguments, **options)
-        if callable(self._batch_size):
-            self._divisor = sum(map(self._batch_size, batches))
-        elif isinstance(self._batch_size, int):
-            self._divisor = self._batch_size
+        if isinstance(self._batch_size, int):
+            self._hooks.divisor = self._batch_size
+        elif self._batch_size is not None:
+            self._hooks.divisor = sum(map(self._batch_size, batches))
         else:
             # DataParallel takes the mean of its GPUs, and only this option's count is that of all of them.
             parts = 1 if args.average_tokens_across_devices else max(1, args.n_gpu)
             counted = divisor_of(batches, items, parts) if weighs_steps(self._averager) else None
             if counted is None:
-                counted = sum(find_batch_size(batch) or 0 for batch in batches) or None
-            self._divisor = counted
+                counted = sum(find_batch_size(batch) or 0 for batch in batches)
+            self._hooks.divisor = counted
         return batches, items
-
-    def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, {"batch_size": self._divisor, **options}
 
 
 def divisor_of(batches: Sequence[Any], items: torch.Tensor | int | None, parts: int = 1) -> int | None:
