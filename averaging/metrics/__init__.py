@@ -17,7 +17,6 @@ from averaging.metrics.catalog import (
     gauge,
 )
 from averaging.metrics.listener import MetricsListener
-from averaging.metrics.watchdog import watch_loop
 
 __all__ = [
     "CERTIFICATE_METRICS",
@@ -31,5 +30,4 @@ __all__ = [
     "certificate_samples",
     "counter",
     "gauge",
-    "watch_loop",
 ]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from averaging.common import HostQuota, format_address, member_of, parse_address, spelled
 from averaging.errors import ListenError
 from averaging.metrics.catalog import PROCESS_METRICS, Metric, Samples, families
-from averaging.metrics.watchdog import WATCHDOG, WatchedLoop, watch_loop
+from averaging.metrics.watchdog import WatchedLoop
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -76,7 +76,7 @@ class MetricsListener:
 
     async def __aenter__(self) -> Self:
         with ExitStack() as stack:
-            watched = stack.enter_context(watch_loop(self._name))
+            watched = stack.enter_context(WatchedLoop(self._name))
             if self._listen is not None:
                 values = _LoopValues(self._metrics, self._sample, watched)
                 self.endpoint = stack.enter_context(_HttpServer(self._listen, values, self._not_ready)).endpoint
@@ -117,7 +117,7 @@ class _LoopValues:
             "averaging_info": {(metadata.version("averaging"),): 1.0},
             "averaging_loop_lag_seconds": self.watched.longest_lag,
             "averaging_loop_stall_seconds_total": self.watched.stalled,
-            "averaging_interpreter_stall_seconds_total": WATCHDOG.stalled,
+            "averaging_interpreter_stall_seconds_total": self.watched.interpreter_stalled,
         }
         return families(self._metrics, {**self._last, **process})
 

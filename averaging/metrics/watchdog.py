@@ -1,6 +1,6 @@
 """Notices an event loop that does not answer, and an interpreter that stands still.
 
-One thread of the process watches all loops. It wakes four times a second, and sends each loop a callback:
+A thread for each loop wakes four times a second, and sends it a callback:
 
 - The callback runs late: the loop is busy, usually in a blocking call. The thread says in which one.
 - The thread itself wakes late: no Python thread has run meanwhile, because native code kept the GIL, or because the
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 logger = logging.getLogger("averaging.metrics")
 
@@ -96,13 +95,30 @@ class LagRecord:
 
 
 class WatchedLoop:
-    """An event loop under watch, see `watch_loop`. Any thread may read it."""
+    """Watches the running event loop while it is entered. Any thread may read it.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self.name = name
-        self._loop, self._thread = loop, threading.get_ident()
+    Args:
+        name: what runs in the loop, for the log, such as `the peer 10.0.0.1:4222`.
+
+    Attributes:
+        interpreter_stalled: seconds of all times above 1 s in which no Python thread ran.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self.interpreter_stalled = name, 0.0
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._record = LagRecord()
-        self._lock = threading.Lock()  # held by this loop's thread and the watchdog's only, for a moment
+        self._lock = threading.Lock()  # held by the loop's thread and the one that watches only, for a moment
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="averaging watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()  # it never waits for the loop
 
     @property
     def lag(self) -> float:
@@ -118,18 +134,28 @@ class WatchedLoop:
         """Seconds of all its stalls above 1 s, those of the whole interpreter included."""
         return self._record.stalled
 
-    def look(self, now: float, excused: float) -> None:
-        """Called by the watchdog: asks the loop, or logs that it does not answer."""
+    def _watch(self) -> None:
+        slept, busy = time.monotonic(), time.process_time()
+        while not self._ended.wait(PERIOD):
+            now, used = time.monotonic(), time.process_time()
+            late = now - slept - PERIOD
+            if late >= STALL:
+                self._stood_still(late, used - busy)
+            self._look(now, late if late >= STALL else 0.0)
+            slept, busy = time.monotonic(), time.process_time()
+
+    def _look(self, now: float, excused: float) -> None:
+        """Asks the loop, or logs that it does not answer."""
         with self._lock:
             if excused:
                 self._record.excuse(excused, now)
             begins, asks = self._record.begins_to_stall(now), self._record.ask(now)
         if begins:
-            where = place_of(sys._current_frames().get(self._thread))
+            where = place_of(sys._current_frames().get(self._loop_thread))
             logger.warning(
                 "the event loop of %s has not answered for %.1f s: it is at %s. Other peers may drop this one "
                 "meanwhile; call what blocks in a thread",
-                *(self.name, self.lag, where),
+                *(self._name, self.lag, where),
             )
         if asks:
             with suppress(RuntimeError):  # the loop was closed
@@ -139,61 +165,7 @@ class WatchedLoop:
         with self._lock:
             stood = self._record.answer(time.monotonic())
         if stood is not None:
-            logger.warning("the event loop of %s answers again, after %.1f s", self.name, stood)
-
-
-JOIN_SECONDS = 0.5
-"""Longest wait for the end of the thread, which goes on if another loop was added meanwhile."""
-
-
-class Watchdog:
-    """The thread that watches the loops of this process; it runs while there are any.
-
-    Attributes:
-        stalled: seconds of all times above 1 s in which no Python thread ran.
-    """
-
-    def __init__(self) -> None:
-        self.stalled = 0.0
-        self._loops: dict[WatchedLoop, None] = {}
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Event()
-
-    def add(self, loop: WatchedLoop) -> None:
-        with self._lock:
-            self._loops[loop] = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="averaging watchdog", daemon=True)
-                self._thread.start()
-
-    def remove(self, loop: WatchedLoop) -> None:
-        """Ends watching a loop, and with the last one the thread."""
-        with self._lock:
-            self._loops.pop(loop, None)
-            ending = None if self._loops else self._thread
-        self._changed.set()
-        if ending is not None:
-            ending.join(JOIN_SECONDS)  # it never waits for the loop that calls this
-
-    def _run(self) -> None:
-        slept, busy = time.monotonic(), time.process_time()
-        while loops := self._watched():
-            self._changed.wait(PERIOD)
-            self._changed.clear()
-            now, used = time.monotonic(), time.process_time()
-            late = now - slept - PERIOD
-            if late >= STALL:
-                self._stood_still(late, used - busy)
-            for loop in loops:
-                loop.look(now, late if late >= STALL else 0.0)
-            slept, busy = time.monotonic(), time.process_time()
-
-    def _watched(self) -> list[WatchedLoop]:
-        with self._lock:
-            if not self._loops:
-                self._thread = None
-            return list(self._loops)
+            logger.warning("the event loop of %s answers again, after %.1f s", self._name, stood)
 
     def _stood_still(self, seconds: float, processor: float) -> None:
         if seconds >= LOGGED_STALL:
@@ -203,7 +175,7 @@ class Watchdog:
                 "long must release the GIL",
                 *(seconds, processor, _threads()),
             )
-        self.stalled += seconds
+        self.interpreter_stalled += seconds
 
 
 def _threads() -> str:
@@ -235,30 +207,3 @@ def place_of(frame: FrameType | None) -> str:
         outer = outer.f_back
     frame = outer or frame
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "no known line"
-
-
-WATCHDOG = Watchdog()
-"""That of this process."""
-
-
-def _begin_anew() -> None:
-    """In a fork the thread does not exist, and the lock may be held for ever."""
-    WATCHDOG.__init__()  # type: ignore[misc] # its owners have imported it
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-@contextmanager
-def watch_loop(name: str) -> Iterator[WatchedLoop]:
-    """Watches the running event loop.
-
-    Args:
-        name: what runs in it, for the log, such as `the peer 10.0.0.1:4222`.
-    """
-    loop = WatchedLoop(asyncio.get_running_loop(), name)
-    WATCHDOG.add(loop)
-    try:
-        yield loop
-    finally:
-        WATCHDOG.remove(loop)

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from averaging.metrics import watch_loop, watchdog
-from averaging.metrics.watchdog import LAG_WINDOW, LOGGED_STALL, WATCHDOG, LagRecord, Watchdog
+from averaging.metrics import watchdog
+from averaging.metrics.watchdog import LAG_WINDOW, LOGGED_STALL, LagRecord, WatchedLoop
 
 STILL = 1.2
 """Seconds for which tests stand still."""
@@ -52,16 +52,13 @@ def test_a_loop_is_not_blamed_for_the_interpreter() -> None:
     record.excuse(60.0, 60.0)
     assert not record.begins_to_stall(60.0)
     assert record.longest(60.0) == 60.0  # it was late all the same
+    assert record.answer(60.0) is None
+    record.excuse(60.0, 130.0)  # also if it was not asked
+    assert record.longest(130.0) == 60.0
+    assert record.stalled == 120.0
 
 
-def test_a_loop_that_was_not_asked_was_late_too() -> None:
-    record = LagRecord()
-    record.excuse(60.0, 100.0)
-    assert record.longest(100.0) == 60.0
-    assert record.stalled == 60.0
-
-
-async def answered(watched: watchdog.WatchedLoop) -> None:
+async def answered(watched: WatchedLoop) -> None:
     """Waits until the watchdog has looked at the loop again."""
     async with asyncio.timeout(30):
         while watched.longest_lag < STILL / 2 or watched.lag:  # noqa: ASYNC110 - a thread changes it
@@ -72,7 +69,7 @@ async def test_a_blocked_loop_is_named_with_the_line_that_blocks(
     impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "averaging.metrics")
-    with watch_loop("the peer of run 'demo'") as watched:
+    with WatchedLoop("the peer of run 'demo'") as watched:
         await asyncio.sleep(0.1)
         time.sleep(STILL)  # noqa: ASYNC251 - that is the fault
         await answered(watched)
@@ -92,38 +89,19 @@ def hold_the_gil(over: list[bool]) -> None:
 
 async def test_a_held_gil_is_named_and_counted(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "averaging.metrics")
-    before = WATCHDOG.stalled
-    with watch_loop("the peer of run 'demo'"):
+    with WatchedLoop("the peer of run 'demo'") as watched:
         await asyncio.sleep(0.2)
         over: list[bool] = []
         holder = threading.Thread(target=hold_the_gil, args=(over,), name="the trainer")
         holder.start()
         async with asyncio.timeout(30):
-            while WATCHDOG.stalled < before + 1:  # noqa: ASYNC110 - a thread changes it
+            while watched.interpreter_stalled < 1:  # noqa: ASYNC110 - a thread changes it
                 await asyncio.sleep(0.01)
         over.append(True)
         await asyncio.to_thread(holder.join)
-    assert WATCHDOG.stalled - before >= 1.0
     message = next(text for text in caplog.messages if "stood still" in text)
     assert "a thread kept the GIL" in message
     named = message.partition("dropped this one. ")[2]
     assert named.startswith("thread the trainer is at ")
     assert "test_watchdog.py" in named
     assert "in hold_the_gil" in named
-
-
-async def test_the_thread_ends_with_the_last_loop_and_begins_with_the_next() -> None:
-    dog = Watchdog()
-    for _ in range(2):
-        loop = watchdog.WatchedLoop(asyncio.get_running_loop(), "a loop")
-        dog.add(loop)
-        thread = dog._thread
-        assert thread is not None
-        dog.remove(loop)
-        await asyncio.to_thread(thread.join, 30)
-        assert not thread.is_alive()
-
-
-def test_a_fork_watches_anew() -> None:
-    watchdog._begin_anew()
-    assert WATCHDOG._thread is None
