@@ -19,8 +19,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+import zlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from socket import gethostname
@@ -28,14 +29,17 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import is_loopback, loopback_here, parse_address, parse_ip, spelled
+from averaging.common import HostQuota, is_loopback, loopback_here, parse_address, parse_ip, spelled
 from averaging.config import FilePath
 from averaging.errors import ConfigError, ListenError, printable
 from averaging.security import read_tls, read_tokens
 
 __all__ = [
+    "BodyReader",
     "HttpAccess",
     "HttpListener",
     "HttpRefusal",
@@ -133,6 +137,57 @@ def network_of(host: str | None) -> str:
     if address is None or address.version == 4 or address.ipv4_mapped:
         return host
     return address.exploded[:19]
+
+
+UNZIP_BYTES = 1 << 20
+"""Bytes that the event loop decompresses before it serves other requests."""
+
+
+class BodyReader:
+    """Reads bodies of requests, with gzip or without, of at most `most` bytes and within `seconds` each.
+
+    Those of requests that are not answered yet may have `together` bytes, and of one network half of them, so that
+    bodies that it does not complete keep no others out. Further ones get the status `full`.
+    """
+
+    def __init__(self, most: int, together: int, seconds: float, full: int) -> None:
+        self._most, self._seconds, self._full = most, seconds, full
+        self._quota = HostQuota(together, together // 2)
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncGenerator[bytearray, None]:
+        """Yields the body, which counts until the end of the block, or raises HTTPException."""
+        body, network = bytearray(), network_of(request.client and request.client.host)
+        try:
+            await self._fill(body, request, network)
+            yield body
+        finally:
+            self._quota.leave(network, len(body))
+
+    async def _fill(self, body: bytearray, request: Request, network: str) -> None:
+        is_gzip = "gzip" in request.headers.get("content-encoding", "").lower()
+        unzip = zlib.decompressobj(wbits=31) if is_gzip else None
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for chunk in request.stream():
+                    while True:  # not the whole chunk at once, which may grow a thousand times
+                        piece = unzip.decompress(chunk, UNZIP_BYTES) if unzip else chunk
+                        if len(body) + len(piece) > self._most:
+                            raise HTTPException(413, f"the body has more than {self._most} bytes; send less at once")
+                        if not self._quota.take(network, len(piece)):
+                            text = "too many bytes of requests are not answered yet; send the same again"
+                            raise HTTPException(self._full, text, {"Retry-After": "1"})
+                        body += piece
+                        if unzip is None or len(piece) < UNZIP_BYTES:
+                            break
+                        chunk = unzip.unconsumed_tail
+                        await asyncio.sleep(0)
+        except zlib.error:
+            raise HTTPException(400, "the body is not gzip, although its Content-Encoding is") from None
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
+        if unzip and body and (not unzip.eof or unzip.unused_data):
+            raise HTTPException(400, "the body is not one whole gzip stream")
 
 
 class _HttpConnection(H11Protocol):

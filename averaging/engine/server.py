@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import HostQuota, loopback_here, spelled
+from averaging.common import loopback_here, spelled
 from averaging.engine.engine import Engine, RunWeights, TextModel, Unfollowed, VersionLoaded
 from averaging.engine.messages import (
     AnswerWriter,
@@ -30,7 +30,7 @@ from averaging.engine.messages import (
     version_name,
 )
 from averaging.errors import ConfigError, EngineError
-from averaging.http_server import HttpServer, http_access, listening, network_of
+from averaging.http_server import BodyReader, HttpServer, http_access, listening, network_of
 from averaging.weights import FollowerOptions
 
 logger = logging.getLogger("averaging.engine")
@@ -95,7 +95,7 @@ class EngineServer:
         context = max_model_len or model.context or UNKNOWN_CONTEXT
         self._engine = Engine(model, batch=batch, context=context, queue=QUEUE, needs_version=follow is not None)
         self._weights = None if follow is None else RunWeights(follow, self._engine, on_event)
-        self._body_bytes = HostQuota(BODIES * BODY_BYTES, BODIES * BODY_BYTES // 2)
+        self._bodies = BodyReader(BODY_BYTES, BODIES * BODY_BYTES, SECONDS, full=429)
         # Requests are decoded and turned into tokens beside the event loop, one after the other.
         self._reader = ThreadPoolExecutor(1, "averaging engine reader")
         self._following: list[asyncio.Task[None]] = []
@@ -165,10 +165,9 @@ class EngineServer:
 
     async def _answer(self, read: Callable[[bytearray], GenerationJob], request: Request) -> Response:
         self._admit(request)
-        network = network_of(request.client and request.client.host)
-        async with self._body(request, network) as body:
+        async with self._bodies.read(request) as body:
             job = await asyncio.get_running_loop().run_in_executor(self._reader, read, body)
-            job.network = network
+            job.network = network_of(request.client and request.client.host)
             pieces = self._engine.submit(job)
             if not job.asked.stream:
                 sequences = await _collect(request, job, pieces)
@@ -180,26 +179,6 @@ class EngineServer:
         if (refusal := self._access.refusal(request.headers, needs_token=needs_token)) is not None:
             code = "invalid_api_key" if refusal.status == 401 else None
             raise EngineError(refusal.text, refusal.status, code=code)
-
-    @asynccontextmanager
-    async def _body(self, request: Request, network: str) -> AsyncGenerator[bytearray, None]:
-        # Inside, the body counts for its address.
-        body, taken = bytearray(), 0
-        try:
-            async with asyncio.timeout(SECONDS):
-                async for chunk in request.stream():
-                    if len(body) + len(chunk) > BODY_BYTES:
-                        raise EngineError(f"the body has more than {BODY_BYTES} bytes", 413)
-                    if not self._body_bytes.take(network, len(chunk)):
-                        text = "the requests that are not answered yet have too many bytes; send it again later"
-                        raise EngineError(text, 429, code="queue_full", retry_after=1.0)
-                    taken += len(chunk)
-                    body += chunk
-            yield body
-        except TimeoutError:
-            raise EngineError(f"the body did not arrive within {SECONDS:g} s", 408) from None
-        finally:
-            self._body_bytes.leave(network, taken)
 
     async def _events(self, job: GenerationJob, pieces: AsyncGenerator[TextPiece, None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream. If it fails, the last one is the error, since the status has been sent."""
@@ -278,10 +257,13 @@ def _known(error: Exception) -> EngineError:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # no such route
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):  # no such route, or a body that is refused
+        headers = error.headers
         error = EngineError(f"{request.method} {request.url.path[:200]}: {error.detail}", error.status_code)
     elif isinstance(error, ClientDisconnect):
         error = EngineError("the client disconnected before its request was complete", 400)
     known = _known(error)
-    later = {} if known.retry_after is None else {"Retry-After": f"{known.retry_after:.0f}"}
-    return JSONResponse(error_body(known), known.status, headers=later)
+    if known.retry_after is not None:
+        headers = {"Retry-After": f"{known.retry_after:.0f}"}
+    return JSONResponse(error_body(known), known.status, headers=headers)

@@ -206,7 +206,7 @@ def bomb(nbytes: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "headers", "status", "expected"),
     [
-        (b" " * 70_000, {}, 413, "more than 65536 bytes; send fewer groups at once"),
+        (b" " * 70_000, {}, 413, "more than 65536 bytes; send less at once"),
         (bomb(50_000_000), {"Content-Encoding": "gzip"}, 413, "more than 65536 bytes"),
         (bomb(100)[:-9], {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),
         (bomb(100) + bomb(100), {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),

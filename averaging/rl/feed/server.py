@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from averaging.common import HostQuota, is_count, loopback_here
+from averaging.common import is_count, loopback_here
 from averaging.errors import ConfigError, FeedError, printable
-from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
+from averaging.http_server import BodyReader, HttpAccess, HttpServer, http_access, listening
 from averaging.rl.feed.database import WRITE_RETRY_SECONDS, Database
 from averaging.rl.feed.messages import MAX_STEP, EnvIdentifier, Post, RegisterEnv, Registration, ScoredData, decode
 from averaging.rl.feed.run_state import CommandEvent, NoTrainerError, RunState
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 BODY_BYTES = 64 << 20  # of a body after decompression. All may have four times as many, those of one address twice
 SECONDS = 60.0  # for the header of a request, for its body, and for a client that reads nothing of its reply
 CONNECTIONS = 1024
-UNZIP_BYTES = 1 << 20  # that the event loop decompresses before it serves other requests
 CHANGING = {"/batch", "/reset_data"}  # their GET changes the run, so HEAD, which Starlette answers likewise, is refused
 COMPRESS_MIN_BYTES = 1000  # replies of this size or more are compressed if the client accepts gzip
 MAX_KEY = 200  # characters of an Idempotency-Key
@@ -441,8 +440,7 @@ class Gate:
 
     def __init__(self, routes: Routes, access: HttpAccess) -> None:
         self._routes, self._access = routes, access
-        # One address may have half: bodies that it does not complete must not keep those of others out.
-        self._bodies = HostQuota(4 * BODY_BYTES, 2 * BODY_BYTES)
+        self._bodies = BodyReader(BODY_BYTES, 4 * BODY_BYTES, SECONDS, full=503)
 
     def application(self) -> Starlette:
         routes = [
@@ -458,10 +456,13 @@ class Gate:
                 raise FeedError(refusal.text, refusal.status)
             if request.method == "HEAD" and path in CHANGING:
                 raise FeedError(f"HEAD {path}: this route has GET only", 405)
-            response = await self._with_body(request, handler)
+            async with self._bodies.read(request) as body:
+                response = await handler(request, body)
         except FeedError as error:
             later = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
             response = error_reply(error.status, str(error), later)
+        except HTTPException as error:
+            response = error_reply(error.status_code, error.detail, error.headers)
         except ClientDisconnect:
             response = error_reply(400, "the client disconnected before its request was complete")
         except Exception:  # a fault of this server, which goes on
@@ -469,41 +470,6 @@ class Gate:
             response = error_reply(500, "internal error of this server; see its log")
         self._routes.answered(path, response.status_code, time.perf_counter() - began)
         return response
-
-    async def _with_body(self, request: Request, handler: Handler) -> Response:
-        """Reads the body within the limits, in which it counts until the handler returns."""
-        encoding = request.headers.get("content-encoding", "").lower()
-        unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
-        body, network = bytearray(), network_of(request.client and request.client.host)
-        try:
-            async with asyncio.timeout(SECONDS):
-                async for chunk in request.stream():
-                    if unzip is None:
-                        self._extend(body, chunk, network)
-                        continue
-                    while True:  # not the whole chunk at once, which may grow a thousand times
-                        piece = unzip.decompress(chunk, UNZIP_BYTES)
-                        self._extend(body, piece, network)
-                        if len(piece) < UNZIP_BYTES:
-                            break
-                        chunk = unzip.unconsumed_tail
-                        await asyncio.sleep(0)
-            if unzip and body and (not unzip.eof or unzip.unused_data):
-                raise FeedError("the body is not one whole gzip stream", 400)
-            return await handler(request, body)
-        except zlib.error:
-            raise FeedError("the body is not gzip, although its Content-Encoding is", 400) from None
-        except TimeoutError:
-            raise FeedError(f"the body did not arrive within {SECONDS:g} s", 408) from None
-        finally:
-            self._bodies.leave(network, len(body))
-
-    def _extend(self, body: bytearray, piece: bytes, network: str) -> None:
-        if len(body) + len(piece) > BODY_BYTES:
-            raise FeedError(f"the body has more than {BODY_BYTES} bytes; send fewer groups at once", 413)
-        if not self._bodies.take(network, len(piece)):
-            raise FeedError("this server reads too many bodies at present; send the same again", 503, 1.0)
-        body += piece
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
