@@ -18,8 +18,7 @@ __all__ = ["LEAVE", "LEAVE_REQUEST", "ControlService", "Departure", "LeaveStep",
 
 logger = logging.getLogger("averaging.control")
 
-REPEAT_SECONDS = 2.0
-"""Seconds between two replies without news, so that the caller sees that the peer lives."""
+REPEAT_SECONDS = 2.0  # seconds between two replies without news, so that the caller sees that the peer lives
 
 LEAVE = RpcMethod(
     "/averaging.control.v1.Control/Leave",

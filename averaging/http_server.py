@@ -49,11 +49,8 @@ __all__ = [
     "network_of",
 ]
 
-KEEP_ALIVE = 30
-"""Seconds for which a connection without a request is kept open."""
-
-SAY_SECONDS = 60.0
-"""Seconds between two lines about refused connections."""
+KEEP_ALIVE = 30  # seconds for which a connection without a request is kept open
+SAY_SECONDS = 60.0  # seconds between two lines about refused connections
 
 _failures = logging.getLogger(__name__)
 """Failures of applications. Invalid requests are not logged, because strangers can send any number."""
@@ -139,8 +136,7 @@ def network_of(host: str | None) -> str:
     return address.exploded[:19]
 
 
-UNZIP_BYTES = 1 << 20
-"""Bytes that the event loop decompresses before it serves other requests."""
+UNZIP_BYTES = 1 << 20  # bytes that the event loop decompresses before it serves other requests
 
 
 class BodyReader:

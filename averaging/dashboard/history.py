@@ -16,23 +16,12 @@ from averaging.common import size
 from averaging.monitor import Json, RunSnapshot, clean
 from averaging.receipts import Outcome, Receipt, Round, describe, to_json
 
-MAX_ROUNDS = 1000
-"""Rounds that are remembered; the oldest are forgotten first."""
-
-MAX_ACCOUNTS = 200_000
-"""Accounts of members in all remembered receipts, some 300 bytes each; the oldest receipts are forgotten first."""
-
-MAX_MEMBERS, MAX_PHASES = 1024, 16
-"""A receipt that names more members or phases is not shown."""
-
-MAX_POINTS = 1800
-"""Points of the curves: an hour with one in 2 s."""
-
-AHEAD = 600.0
-"""Seconds by which a peer's clock may be ahead of this one before its receipts are not shown."""
-
-MAX_SECONDS = 1e7
-"""A receipt of a longer round is not shown."""
+MAX_ROUNDS = 1000  # rounds that are remembered; the oldest are forgotten first
+MAX_ACCOUNTS = 200_000  # of members in all remembered receipts, some 300 bytes each; the oldest are forgotten first
+MAX_MEMBERS, MAX_PHASES = 1024, 16  # a receipt that names more members or phases is not shown
+MAX_POINTS = 1800  # points of the curves: an hour with one in 2 s
+AHEAD = 600.0  # seconds by which a peer's clock may be ahead of this one before its receipts are not shown
+MAX_SECONDS = 1e7  # a receipt of a longer round is not shown
 
 
 class CurvePoint(NamedTuple):
@@ -46,8 +35,6 @@ class CurvePoint(NamedTuple):
 
 @dataclass(slots=True)
 class _ShownRound:
-    """One round, with the receipt of each peer that has sent one."""
-
     id: str
     receipts: dict[str, Receipt] = field(default_factory=dict)
     _shown: Json | None = None
@@ -125,7 +112,6 @@ class RunHistory:
         return self._json(points, entries)
 
     def everything(self) -> Json:
-        """All that is remembered, in the form of `changes`."""
         return self._json(self._points, self._entries.values())
 
     def details(self, name: str) -> Json | None:

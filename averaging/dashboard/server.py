@@ -30,14 +30,9 @@ from averaging.http_server import HttpAccess, HttpListener, HttpServer, listenin
 from averaging.monitor import Collector, Json, snapshot_json
 from averaging.security import read_tokens
 
-RECEIPTS = 64
-"""Receipts of each peer that are asked for at first; a peer keeps as many."""
-
-MAX_PAGES = 32
-"""Pages that may be open at the same time; another one is refused with status 503."""
-
-CONNECTIONS, SECONDS, GRACE = 4 * MAX_PAGES, 30.0, 2
-"""Limits of `HttpServer`."""
+RECEIPTS = 64  # receipts of each peer that are asked for at first; a peer keeps as many
+MAX_PAGES = 32  # pages that may be open at the same time; another one is refused with status 503
+CONNECTIONS, SECONDS, GRACE = 4 * MAX_PAGES, 30.0, 2  # limits of `HttpServer`
 
 FILES = {
     "/": ("index.html", "text/html"),
@@ -68,11 +63,7 @@ LOGIN = {"WWW-Authenticate": 'Basic realm="averaging dashboard", charset="UTF-8"
 
 
 def views_of(collector: Collector) -> Views:
-    """Returns the views of the run that a collector watches, for a `DashboardServer`.
-
-    Args:
-        collector: it is entered, and asks the peers for `RECEIPTS`.
-    """
+    """Returns the views of a run for a `DashboardServer`; the collector is entered and asks for `RECEIPTS`."""
 
     async def views(history: RunHistory) -> AsyncGenerator[Json, None]:
         async with aclosing(collector.snapshots()) as snapshots:
@@ -84,11 +75,7 @@ def views_of(collector: Collector) -> Views:
 
 
 class Updates:
-    """What open pages get as server-sent events. One that reads too slowly to get each update gets everything anew.
-
-    Args:
-        everything: returns all that a page shows now.
-    """
+    """What open pages get as server-sent events. One that reads too slowly to get each update gets everything anew."""
 
     def __init__(self, everything: Callable[[], Json]) -> None:
         self._everything = everything
@@ -98,12 +85,10 @@ class Updates:
         self.pages = 0
 
     def send(self, update: Json) -> None:
-        """Sends an update to all pages."""
         self._number, self._last = self._number + 1, encode(update)
         self._wake()
 
     async def ready(self) -> None:
-        """Waits for the first update."""
         if not self._number:
             await self._changed.wait()
 
@@ -131,7 +116,6 @@ class Updates:
 
 
 def encode(data: Json, event: str = "update") -> bytes:
-    """Returns data as a server-sent event."""
     return f"event: {event}\ndata: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n".encode()
 
 
@@ -294,7 +278,6 @@ NOT_STORED = {"Cache-Control": "no-store"}
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Response]:
-    """Returns the endpoint of one file of the page."""
     content = (files("averaging.dashboard") / "page" / name).read_bytes()
 
     def answer(_: Request) -> Response:

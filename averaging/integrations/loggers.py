@@ -96,8 +96,7 @@ class RoundLogger(ABC):
             self._on_round(receipt)
 
     @abstractmethod
-    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
-        """Writes the numbers of one round."""
+    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None: ...
 
 
 class TensorBoardRounds(RoundLogger):

@@ -91,7 +91,6 @@ def _adapters(module: Any) -> set[str]:
 
 
 def _check(name: str, module: Any, adapter: str) -> None:
-    """Checks that a layer computes base + scaling·B·A."""
     variant = module.lora_variant.get(adapter) if hasattr(module, "lora_variant") else None
     if variant is not None:
         kind = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
@@ -134,7 +133,6 @@ class Correction:
     def _correct(
         self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any], output: torch.Tensor
     ) -> torch.Tensor:
-        """Adds the correction to the output of the layer, while its adapter is used."""
         if module.disable_adapters or self.layer.adapter not in module.active_adapters:
             return output
         more = None

@@ -51,13 +51,10 @@ def counter(name: str, help_text: str, *labels: str, known: tuple[tuple[str, ...
 
 
 def gauge(name: str, help_text: str, *labels: str) -> Metric:
-    """A value that may fall."""
     return Metric(f"{PREFIX}{name}", MetricKind.GAUGE, help_text, labels)
 
 
-PHASES = ("checking", "looking", "preparing", "allreduce", "adopting")
-"""The phases of a round, see `Receipt.phases`."""
-
+PHASES = ("checking", "looking", "preparing", "allreduce", "adopting")  # the phases of a round, see `Receipt.phases`
 LANES = ("direct", "sealed", "grpc", UNKNOWN_LANE)
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -27,18 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("averaging.metrics")
 
-UNHEALTHY_LAG = 5.0
-"""Seconds without an answer of the event loop after which /healthz fails."""
-
-SAMPLE_SECONDS = 1.0
-"""Seconds within which the event loop must return its values; later the last ones are shown."""
-
-REQUEST_SECONDS = 5.0
-"""Seconds for which a thread waits for a client that sends or reads nothing."""
-
-MAX_CONNECTIONS, CONNECTIONS_PER_HOST = 32, 8
-"""Connections at a time, each with a thread."""
-
+UNHEALTHY_LAG = 5.0  # seconds without an answer of the event loop after which /healthz fails
+SAMPLE_SECONDS = 1.0  # seconds within which the event loop must return its values; later the last ones are shown
+REQUEST_SECONDS = 5.0  # seconds for which a thread waits for a client that sends or reads nothing
+MAX_CONNECTIONS, CONNECTIONS_PER_HOST = 32, 8  # connections at a time, each with a thread
 INDEX = b"/metrics: for Prometheus\n/healthz: whether the event loop answers\n/readyz: whether it has joined its run\n"
 
 
@@ -132,8 +124,6 @@ class _LoopValues:
 
 
 class _HttpExchange(BaseHTTPRequestHandler):
-    """One connection, with one request."""
-
     server: _HttpServer
     timeout = REQUEST_SECONDS
 
@@ -176,8 +166,6 @@ class _HttpExchange(BaseHTTPRequestHandler):
 
 
 class _HttpServer(ThreadingHTTPServer):
-    """The sockets and threads, as a context manager."""
-
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
@@ -230,5 +218,4 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 def _network(host: str) -> str:
-    """What counts as one host: an address, or 64 bits of an IPv6 address."""
     return member_of(format_address(host, 1))

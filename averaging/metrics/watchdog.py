@@ -22,20 +22,11 @@ from typing import Self
 
 logger = logging.getLogger("averaging.metrics")
 
-PERIOD = 0.25
-"""Seconds between two looks."""
-
-STALL = 1.0
-"""Seconds from which on a wait counts as a stall; less is a busy machine."""
-
-LOGGED_STALL = 5.0
-"""Seconds of a stall from which on it is logged."""
-
-LAG_WINDOW = 30.0
-"""Seconds for which the longest lag is remembered: two intervals of a usual Prometheus, so that none is missed."""
-
-MAX_THREADS = 4
-"""Threads that are named after the interpreter stood still."""
+PERIOD = 0.25  # seconds between two looks
+STALL = 1.0  # seconds from which on a wait counts as a stall; less is a busy machine
+LOGGED_STALL = 5.0  # seconds of a stall from which on it is logged
+LAG_WINDOW = 30.0  # seconds for which the longest lag is remembered: two intervals of a usual Prometheus
+MAX_THREADS = 4  # threads that are named after the interpreter stood still
 
 
 class LagRecord:

@@ -20,23 +20,13 @@ from averaging.receipts import PeerStatus, Receipt
 from averaging.rpc import Credentials
 from averaging.transport.grpc import GrpcTransport
 
-INTERVAL = 2.0
-"""Seconds between an answer of a peer, or its failure, and the next call to it."""
-
-ANSWER_SECONDS = 3.0
-"""Time limit of a call."""
-
+INTERVAL = 2.0  # seconds between an answer of a peer, or its failure, and the next call to it
+ANSWER_SECONDS = 3.0  # time limit of a call
+# Calls at a time, and those to peers that did not answer the last time, so that these do not delay the others.
 CONCURRENT, CONCURRENT_RETRIES = 32, 8
-"""Calls at a time, and those to peers that did not answer the last time, so that these do not delay the others."""
-
-MAX_PEERS = 1024
-"""Peers that are asked. A hostile peer may name any number."""
-
-FORGET_SECONDS = 600.0
-"""Seconds after which a peer is no longer shown that neither answers nor is named by a peer that does."""
-
-MAX_MESSAGE_BYTES = 4 << 20
-"""Limit of an answer: 16 receipts of rounds with 1,000 members have 2 MiB."""
+MAX_PEERS = 1024  # peers that are asked. A hostile peer may name any number
+FORGET_SECONDS = 600.0  # after which a peer is no longer shown that neither answers nor is named by one that does
+MAX_MESSAGE_BYTES = 4 << 20  # limit of an answer: 16 receipts of rounds with 1,000 members have 2 MiB
 
 
 class Collector:
@@ -103,7 +93,6 @@ class Collector:
         return self.snapshot()
 
     async def _settle(self, timeout: float) -> None:
-        """Waits until all known peers were asked once, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._settled.wait()

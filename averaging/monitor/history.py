@@ -10,16 +10,10 @@ from typing import NamedTuple
 from averaging.monitor.snapshot import PeerView
 from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals
 
+# Seconds over which rates are measured, once a peer was watched for LEAST_WINDOW. Before, since it started.
 WINDOW = 60.0
-"""Seconds over which rates are measured, once a peer was watched for `LEAST_WINDOW`. Before, since it started."""
-
-LEAST_WINDOW = 10.0
-"""Seconds of two answers from which rates are computed."""
-
-KEPT_RECEIPTS = 64
-"""Receipts of each peer that are kept for display."""
-
-
+LEAST_WINDOW = 10.0  # seconds of two answers from which rates are computed
+KEPT_RECEIPTS = 64  # receipts of each peer that are kept for display
 CLIENT = "a client, which accepts no calls"
 
 

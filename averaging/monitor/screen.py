@@ -20,11 +20,7 @@ from averaging.receipts import Round, describe
 
 
 class TopApp(App[None]):
-    """Shows a run until the user ends it. Textual handles keys, sizes and scrolling.
-
-    Args:
-        collector: asks the peers; it is entered.
-    """
+    """Shows the run of a collector until the user ends it. Textual handles keys, sizes and scrolling."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -127,12 +123,7 @@ class TopApp(App[None]):
 
 
 class TextPage(Screen[None]):
-    """A page of text that scrolls.
-
-    Args:
-        title: its first line.
-        lines: the others; longer ones are wrapped.
-    """
+    """A page of text that scrolls. Lines that are too long are wrapped."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.pop_screen", "back")]
 

@@ -14,8 +14,7 @@ from averaging.receipts import Account, PeerStatus, Receipt, Totals, TrainingPro
 MAX_TEXT = 1000
 # Characters of a text of a peer.
 
-VERSION = 1
-"""Version of the JSON format. New fields do not change it."""
+VERSION = 1  # version of the JSON format. New fields do not change it
 
 
 @dataclass(frozen=True, slots=True)

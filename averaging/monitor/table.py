@@ -18,8 +18,7 @@ from averaging.errors import printable
 from averaging.monitor.snapshot import PeerView, RunSnapshot
 from averaging.receipts import WeightReader
 
-MAX_CELL = 60
-"""Longest text of a cell on a screen."""
+MAX_CELL = 60  # longest text of a cell on a screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ class Column:
         return known + [peer for peer in peers if self.key(peer) is None]
 
 
-MAX_NUMBER = 1e18
-"""Numbers of other peers from which on `?` is shown."""
+MAX_NUMBER = 1e18  # numbers of other peers from which on `?` is shown
 
 
 def compact(number: float) -> str:
@@ -93,7 +91,6 @@ def _last(peer: PeerView, now: float) -> str:
 
 
 def _and_more(texts: Sequence[str], most: int) -> str:
-    """The first ones, and how many there are besides."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
@@ -235,7 +232,6 @@ def _plain_table() -> Table:
 
 
 def _rendered(table: Table) -> list[str]:
-    """The lines of a table, as wide as they need to be."""
     console = Console(file=StringIO(), width=100_000, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)

@@ -16,8 +16,7 @@ from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt, S
 
 T = TypeVar("T")
 
-AS_FAST = 0.8
-"""A peer is slow if its step rate is below this fraction of the others' median."""
+AS_FAST = 0.8  # a peer is slow if its step rate is below this fraction of the others' median
 
 LOCAL_STEPS = (
     "use fewer local steps between rounds (sync_every=) at {0}, in proportion to its step rate, or a smaller batch; or "
@@ -46,11 +45,7 @@ def last_to_arrive(receipts: Iterable[Receipt]) -> LateArrival | None:
 
 
 def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
-    """Yields lines about members that arrive late at their groups, and remedies for those that do so regularly.
-
-    Args:
-        rounds: the receipts of each round.
-    """
+    """Yields lines about members that arrive late at their groups, and remedies for those that do so regularly."""
     late = _grouped((last.endpoint, last.seconds) for receipts in rounds if (last := last_to_arrive(receipts)))
     for name, seconds in sorted(late.items(), key=lambda item: -sum(item[1]))[:MAX_NAMES]:
         there = [receipts for receipts in rounds if any(name in receipt.members for receipt in receipts)]
@@ -108,7 +103,6 @@ class Round:
 
     @property
     def present(self) -> set[str]:
-        """The members that were not dropped."""
         return set(self.members) - self.dropped.keys()
 
     @property
@@ -167,7 +161,6 @@ class Round:
 
 
 def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Collects the values of each key, in their order."""
     groups: dict[str, list[T]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -204,12 +197,7 @@ def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Itera
 
 
 def describe(round_: Round, peers: Iterable[str] = ()) -> str:
-    """Returns one line about a round.
-
-    Args:
-        round_: the round.
-        peers: all peers with receipts. If there are several, the line says which peers its facts are from.
-    """
+    """Returns one line about a round. If several `peers` have receipts, it says which of them its facts are from."""
     several = len(set(peers)) > 1
     first = round_.receipts[0]
     facts = [_result(round_)]

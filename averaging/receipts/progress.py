@@ -60,8 +60,6 @@ MARKS, SPACING = 64, 0.5
 
 
 class _Mark(NamedTuple):
-    """The counts at one moment."""
-
     time: float
     steps: int
     samples: float
@@ -70,10 +68,7 @@ class _Mark(NamedTuple):
 class TrainingPace:
     """Counts the local steps and samples of a training, and measures how fast they come.
 
-    One thread counts, any thread may read.
-
-    Args:
-        now: seconds, of the clock of all calls.
+    One thread counts, any thread may read. All calls have seconds of the same clock.
     """
 
     def __init__(self, now: float) -> None:
@@ -89,7 +84,6 @@ class TrainingPace:
         return self._last.samples
 
     def count(self, samples: float, now: float) -> None:
-        """Counts a local step."""
         self._last = _Mark(now, self._last.steps + 1, self._last.samples + samples)
         if now - self._marks[-1].time >= SPACING:
             self._marks.append(self._last)

@@ -86,13 +86,7 @@ class Dropped:
     ) -> Dropped:
         """Returns a member that missed its deadline: `sent nothing for 4.1 s, deadline 4.0 s = 4 × its median of 1 s`.
 
-        Args:
-            endpoint: the member.
-            behaviour: such as `sent nothing`.
-            waited: seconds.
-            deadline: seconds.
-            basis: see above.
-            after: its progress before, such as `3 of 10 averages`.
+        `behaviour` is such as `sent nothing`, and `after` its progress before, such as `3 of 10 averages`.
         """
         reason = f"{behaviour} for {_seconds(waited)}, deadline {_seconds(deadline)} = {basis}"
         reason += f", after {after}" if after else ""

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags to open the file. It does not block, because a full pipe must not stop a round."""
 
-VERSION = 1
-"""Version of the format. New fields do not change it; readers ignore unknown ones."""
+VERSION = 1  # version of the format. New fields do not change it; readers ignore unknown ones
 
 
 def to_json(receipt: Receipt) -> dict[str, Any]:
@@ -157,11 +156,8 @@ def _ends_in_a_line(path: Path) -> bool:
 # The receipts of one peer: the last ones are kept, all are written to a file if configured, and watchers get each.
 
 
-HISTORY = 64
-"""Receipts kept in memory for watchers. One that is slower skips the oldest."""
-
-MAX_WATCHERS = 64
-"""Maximum number of watchers, because each costs memory."""
+HISTORY = 64  # receipts kept in memory for watchers. One that is slower skips the oldest
+MAX_WATCHERS = 64  # maximum number of watchers, because each costs memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +169,14 @@ class Watched:
 
 
 class ReceiptBook:
-    """Keeps and distributes the receipts of a peer.
-
-    Args:
-        log: file of receipts; None writes none.
-        on_receipt: function that gets each receipt.
-
-    Attributes:
-        last: receipt of the last round.
-        totals: what all rounds add up to; replaced, not changed, so any thread may read it.
-    """
+    """Keeps the receipts of a peer, writes them to a file if there is one, and hands them to watchers."""
 
     def __init__(
         self, log: ReceiptLog | None = None, on_receipt: Callable[[Receipt], object] = lambda receipt: None
     ) -> None:
         self._on_receipt = on_receipt
         self.last: Receipt | None = None
-        self.totals = Totals()
+        self.totals = Totals()  # replaced, not changed, so any thread may read it
         self._log = log
         self._history: deque[Receipt] = deque(maxlen=HISTORY)
         self._kept, self._watchers = 0, 0

@@ -29,8 +29,7 @@ class WeightReader:
     newest: int | None = None  # newest version that there is; None before the first
 
 
-MAX_READERS = 256
-"""Readers of weights in a status."""
+MAX_READERS = 256  # readers of weights in a status
 
 
 @runtime_checkable
@@ -223,14 +222,9 @@ class Finish:
 # which so distinguish slow peers from those that are late for another reason.
 
 
-REMEMBERED = 16
-"""Steps of which the median is used, so that an evaluation between two steps does not change the rate."""
-
-MIN_RATE, MAX_RATE = 1e-9, 1e9
-"""Limits of plausible rates, per second."""
-
-INDEX = 6
-"""Position of the rate in a progress record, see `strategies.history.Progress`."""
+REMEMBERED = 16  # steps of which the median is used, so that an evaluation between two steps does not change the rate
+MIN_RATE, MAX_RATE = 1e-9, 1e9  # limits of plausible rates, per second
+INDEX = 6  # position of the rate in a progress record, see `strategies.history.Progress`
 
 
 class StepRate:
@@ -252,12 +246,10 @@ class StepRate:
         self._units = 0.0
 
     def worked(self, seconds: float) -> None:
-        """Adds seconds of this peer's own work inside the call."""
         if self._seconds is not None:
             self._seconds += seconds
 
     def count(self, units: float) -> None:
-        """Adds the units of this step: 1, or its samples."""
         self._units += units
 
     def end(self, now: float) -> None:
