@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -219,13 +217,6 @@ def test_what_is_no_file_of_receipts(tmp_path: Path, content: str) -> None:
     result = run(file)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "other is not a file of receipts: line 1: it is not" in result.stderr
-
-
-def test_a_closed_stdin_is_reported() -> None:
-    command = [sys.executable, "-m", "averaging", "explain", "-"]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "Error: stdin is closed; pipe receipts into this command, or give a file of them\n"
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from averaging.receipts.explanation import describe, describe_late, last_to_arrive, merge
 from averaging.receipts.receipt import Account, LateArrival, Receipt
 from tests.receipts.made import A, B, C, D, receipt
@@ -62,23 +64,28 @@ def test_the_remedy_fits_the_strategy() -> None:
     assert "samples/s" in told(*rounds(3, A, strategy="GradientAveraging"))[1]
 
 
-def test_without_step_rates_a_remedy_is_reported_all_the_same() -> None:
-    for rates in ((None,) * 4, (50.0, 50.0, 50.0, None), (None, None, None, 5.0)):
-        lines = told(*rounds(3, A, rates=rates))
-        assert [line.split(":")[0] for line in lines] == ["last to arrive", "hint"]
-
-
 def test_whoever_steps_as_fast_as_the_others_is_late_for_another_reason() -> None:
     text = remedy("", rates=(50.0, 52.0, 48.0, 47.0))
     assert "as fast as" in text
     assert "fewer local steps" not in text
 
 
-def test_a_single_late_arrival_is_reported_without_a_hint() -> None:
-    assert [line.split(":")[0] for line in told(*a_round(1, A), *a_round(2, A, late=None))] == ["last to arrive"]
-    assert [line.split(":")[0] for line in told(*a_round(1, A))] == ["last to arrive"]
-    many = [*a_round(1, A), *a_round(2, A), *(one for n in range(3, 6) for one in a_round(n, A, late=None))]
-    assert [line.split(":")[0] for line in told(*many)] == ["last to arrive"]
+LAST, HINT = "last to arrive", "hint"
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (a_round(1, A), [LAST]),
+        ([*a_round(1, A), *a_round(2, A, late=None)], [LAST]),
+        ([*rounds(2, A), *(one for n in range(3, 6) for one in a_round(n, A, late=None))], [LAST]),
+        (rounds(3, A, rates=(None,) * 4), [LAST, HINT]),
+        (rounds(3, A, rates=(50.0, 50.0, 50.0, None)), [LAST, HINT]),
+        (rounds(3, A, rates=(None, None, None, 5.0)), [LAST, HINT]),
+    ],
+)
+def test_a_remedy_is_for_who_is_late_regularly_also_without_step_rates(given: list[Receipt], lines: list[str]) -> None:
+    assert [line.split(":")[0] for line in told(*given)] == lines
 
 
 def test_rounds_without_that_member_do_not_count() -> None:
