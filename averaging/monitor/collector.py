@@ -186,9 +186,6 @@ class Collector:
             elif is_endpoint(name):
                 self._named[name] = now
                 self._watch(name)
-        for account in last.accounts if last else ():
-            if account.endpoint.startswith(CLIENT_PREFIX) and account.endpoint in self._peers:
-                self._peers[account.endpoint].described(account, status)
 
     def _was_asked(self, address: str) -> None:
         self._unasked.discard(address)

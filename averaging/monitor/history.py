@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from averaging.monitor.snapshot import PeerView
-from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals
+from averaging.receipts import Outcome, PeerStatus, Receipt, Totals
 
 # Seconds over which rates are measured, once a peer was watched for LEAST_WINDOW. Before, since it started.
 WINDOW = 60.0
@@ -31,7 +31,6 @@ class PeerHistory:
         self.endpoint = endpoint
         self.status: PeerStatus | None = None
         self.error = ""
-        self.account: Account | None = None
         self.receipts: deque[Receipt] = deque(maxlen=KEPT_RECEIPTS)
         self._new: list[Receipt] = []
         self._answers: deque[CounterSample] = deque()
@@ -63,21 +62,11 @@ class PeerHistory:
     def failed(self, reason: str) -> None:
         self.error = reason.removeprefix(f"{self.endpoint}: ") or "no answer"
 
-    def described(self, account: Account, by: PeerStatus) -> None:
-        """What the last receipt of another peer says of this one, which cannot be asked."""
-        self.account = account
-        last = by.last_round
-        if last is not None:
-            rate = "" if account.step_rate is None else f", {last.rate_text(account.step_rate)}"
-            self.error = f"{CLIENT}; in round {last.round} of {by.endpoint}{rate}"
-
     def view(self, now: float) -> PeerView:
         """The peer as it is shown now. Each receipt is in one view only."""
         new, self._new = tuple(self._new), []
         silent = None if self.status is None else max(0.0, now - self._answered)
-        view = PeerView(
-            self.endpoint, self.error, silent, self.status, self._round_trip, account=self.account, receipts=new
-        )
+        view = PeerView(self.endpoint, self.error, silent, self.status, self._round_trip, receipts=new)
         return _with_rates(view, self._answers[0], self._answers[-1]) if len(self._answers) > 1 else view
 
 

@@ -26,8 +26,6 @@ class PeerView:
     silent_seconds: float | None = None  # seconds since its last answer; None if there was none
     status: PeerStatus | None = None  # its last answer
     round_trip_seconds: float = 0.0  # seconds that the last answer took
-    # of a peer that cannot be asked, such as a client: what another member's last receipt says of it
-    account: Account | None = None
     window_seconds: float = 0.0  # seconds that the rates below cover; 0 if they are unknown
     rounds_per_minute: float | None = None  # rounds that averaged
     bytes_sent_per_second: float | None = None  # in rounds, as the next
@@ -53,8 +51,6 @@ class PeerView:
         """Trainer, auxiliary, or peer; client before it if it accepts no calls; empty while unknown."""
         if self.status is not None:
             return self.status.role if self.status.mode != "client" else f"client {self.status.role}"
-        if self.account is not None:
-            return str(self.account.mode)
         return "client" if self.is_client else ""
 
     @property

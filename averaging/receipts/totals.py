@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,6 +9,7 @@ from typing import TypeVar
 from averaging.receipts.receipt import DropCode, Outcome, Receipt
 
 K = TypeVar("K")
+N = TypeVar("N", int, float)
 
 UNKNOWN_LANE = "unknown"
 """The lane of bytes whose lane the receipt does not name: of members that reduce nothing, or outside of gRPC."""
@@ -34,13 +34,13 @@ class Totals:
         """The totals after one more round."""
         accounts = [(account.lane or UNKNOWN_LANE, account) for account in receipt.accounts]
         return Totals(
-            rounds=_counted(self.rounds, [receipt.outcome]),
+            rounds=_added(self.rounds, [(receipt.outcome, 1)]),
             seconds=self.seconds + receipt.seconds,
             phase_seconds=_added(self.phase_seconds, receipt.phases.items()),
             bytes_sent=_added(self.bytes_sent, ((lane, account.bytes_sent) for lane, account in accounts)),
             bytes_received=_added(self.bytes_received, ((lane, account.bytes_received) for lane, account in accounts)),
             waiting_seconds=self.waiting_seconds + waited_in(receipt),
-            dropped=_counted(self.dropped, (dropped.code for dropped in receipt.dropped)),
+            dropped=_added(self.dropped, ((dropped.code, 1) for dropped in receipt.dropped)),
             kept_local=self.kept_local + receipt.kept_local,
         )
 
@@ -51,14 +51,7 @@ def waited_in(receipt: Receipt) -> float:
     return min(receipt.seconds, receipt.phases.get("looking", 0.0) + straggler)
 
 
-def _counted(counts: Mapping[K, int], events: Iterable[K]) -> dict[K, int]:
-    return dict(Counter(counts) + Counter(events))
-
-
-N = TypeVar("N", int, float)
-
-
-def _added(sums: Mapping[str, N], amounts: Iterable[tuple[str, N]]) -> dict[str, N]:
+def _added(sums: Mapping[K, N], amounts: Iterable[tuple[K, N]]) -> dict[K, N]:
     """The sums with these amounts added; amounts of 0 make no new key."""
     result = dict(sums)
     for key, amount in amounts:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 
 import pytest
@@ -65,10 +66,8 @@ async def test_a_loop_that_stands_still_fails_its_probes_rather_than_letting_the
     async with component.observed() as observed:
         await asyncio.to_thread(scrape, observed.endpoint)
         component.step = 2
-        probes = asyncio.ensure_future(asyncio.to_thread(_probe_until_unhealthy, observed.endpoint))
-        await asyncio.sleep(0)
-        time.sleep(3)  # noqa: ASYNC251 - that is the fault
-        status, text, page = await probes
+        with ThreadPoolExecutor(1) as thread:
+            status, text, page = thread.submit(_probe_until_unhealthy, observed.endpoint).result()  # the loop waits
         assert status == 503
         assert text.startswith("the event loop has not answered for")
         assert page["averaging_global_step"] == {(): 1.0}  # the last value before

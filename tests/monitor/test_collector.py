@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from averaging.monitor import Collector, snapshot_json
 from averaging.monitor.collector import INTERVAL
-from averaging.receipts import Account
 from tests.monitor.monitored import light_run
 from tests.support.ports import free_address
 
@@ -94,14 +92,3 @@ async def test_text_of_a_hostile_peer_is_harmless_in_json() -> None:
         text = json.dumps(snapshot_json(await collector.collect()), allow_nan=False)
         assert "\\u001b" not in text
         assert "evil" in text
-
-
-async def test_a_client_is_shown_with_what_others_say_of_it() -> None:
-    async with light_run(1) as run, Collector([run.endpoint]) as collector:
-        [peer] = run.peers
-        peer.others = (peer.endpoint, "client::1234")
-        account = Account("client::1234", mode="client", step_rate=2.5)
-        peer.changes = {"last_round": replace(peer.receipt(7), accounts=(account,))}
-        [_, client] = (await collector.collect()).peers
-        assert client.error == f"a client, which accepts no calls; in round 7 of {peer.endpoint}, 2.5 steps/s"
-        assert (client.role, client.state) == ("client", "client")

@@ -180,9 +180,12 @@ def test_rates_cover_the_time_since_the_start_and_later_a_minute() -> None:
     view = history.view(NOW)
     assert (view.window_seconds, view.rounds_per_minute, view.bytes_sent_per_second) == (1000, 60, 2)
     assert (view.waiting_share, view.phase_seconds) == (0.25, {"looking": 0.5})
+    history.failed("no answer")
+    assert history.view(NOW).state == "silent"
     for second in range(2, 200, 2):
         history.answered(answer(1000 + 2 * second), NOW + second, 0.01)
         view = history.view(NOW + second)
+        assert view.answers
         if second >= LEAST_WINDOW:
             assert view.rounds_per_minute == pytest.approx(120)
             assert view.window_seconds <= WINDOW + 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,26 +46,9 @@ def test_64_peers_in_a_small_terminal(many: str) -> None:
         terminal.press("\r")
         terminal.until_text("Receipts of 127.0.0.1:")
         terminal.until(lambda lines: any(re.match(r"round \d+: 8 of 8 in", line) for line in lines))
-        terminal.press("q")
-        assert terminal.wait() == 0
-        assert b"\x1b[?1049l" in terminal.written[-200:]  # the screen of before
-
-
-def test_a_stopped_process_is_shown_with_the_reason_until_it_goes_on() -> None:
-    with (
-        JsonProcess("python", "-m", "tests.monitor.monitored", "2") as process,
-        TerminalProcess("top", process.expect("ready")["endpoint"]) as terminal,
-    ):
-        terminal.until_text("2 peers, 2 answer")
-        process.signal(signal.SIGSTOP)
-        terminal.until_text("2 peers, 0 answer")
-        terminal.until_text("no answer: 127.0.0.1:")
-        process.signal(signal.SIGCONT)
-        terminal.until_text("2 peers, 2 answer")
-        process.kill()
-        terminal.until_text("connection refu")
         terminal.press("\x03")
         assert terminal.wait() == 0
+        assert b"\x1b[?1049l" in terminal.written[-200:]  # the screen of before
 
 
 def test_the_first_answer_does_not_come() -> None:
