@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, FeedError
-from averaging.rl.feed.database import KEY_SECONDS, WRITE_RETRY_SECONDS, Database
+from averaging.rl.feed.database import KEY_SECONDS, Database
 from averaging.rl.feed.messages import Post, RegisterEnv, ScoredData
 from averaging.rl.feed.run_state import MAX_BUFFERED, RunRecord, RunState
 from tests.feed.feeds import environment, registration
@@ -294,31 +294,6 @@ def test_a_reset_deletes_everything(tmp_path: Path) -> None:
     database.close()
     database = open_database(tmp_path / "store")
     assert database.state == RunState(run=RunRecord(trainer=1))
-    database.close()
-
-
-@pytest.mark.parametrize("refused", ["post", "batch"])
-def test_a_full_disk_is_answered_and_loses_nothing(refused: str, tmp_path: Path) -> None:
-    database = running(tmp_path / "store", batch_size=1)
-    database.post(a_post((0, None, 1)), 0.0)
-    large = Post([(None, 1)], [b"x" * 200_000], "", b"")
-    if refused == "post":
-        pages = database._db.execute("PRAGMA page_count").fetchone()[0]
-        database._db.execute(f"PRAGMA max_page_count = {pages + 2}")
-    else:
-        full = "SELECT RAISE(FAIL, 'database or disk is full')"
-        database._db.execute(f"CREATE TEMP TRIGGER full BEFORE UPDATE ON groups BEGIN {full}; END")
-    for _ in range(2):
-        with pytest.raises(FeedError, match="the store cannot be written: .*full; .*send the same again") as error:
-            database.post(large, 0.0) if refused == "post" else database.batch(1, None, 0.0)
-        assert (error.value.status, error.value.retry_after) == (503, WRITE_RETRY_SECONDS)
-        assert (waiting(database), database.state.run.step) == (1, 0)
-    database._db.execute("PRAGMA max_page_count = 1000000")
-    database._db.execute("DROP TRIGGER IF EXISTS full")
-    database.post(large, 0.0)
-    found = database.batch(1, None, 0.0)
-    assert found is not None
-    assert (names(found[2]), waiting(database)) == ([0], 1)
     database.close()
 
 

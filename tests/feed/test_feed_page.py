@@ -119,13 +119,6 @@ def test_tls_and_a_token(tmp_path: Path, stack: ExitStack) -> None:
     assert httpx.get(url, verify=context, headers={"Authorization": f"Bearer {token}"}).status_code == 200
 
 
-def test_every_command_is_run_here() -> None:
-    assert [block.language for block in BLOCKS if block.language not in ("sh", "text", "python", "")] == []
-    assert len(SERVERS) == 2
-    assert len(PYTHON) == 4
-    assert PAGE.count("```sh\n") == 2 + 2 + 3
-
-
 def test_every_route_is_described() -> None:
     rows = set(re.findall(r"^\| `((?:GET|POST) /[\w-]*)`", PAGE, re.MULTILINE))
     assert {f"{method} {path}" for method, path, _ in Routes(Mock(), Mock(), Mock()).table()} == rows

@@ -86,51 +86,27 @@ def test_one_process_iterates_to_the_end(feed: Feed) -> None:
     assert [f for f in group.__struct_fields__ if getattr(group, f) is None]
 
 
-@pytest.mark.parametrize("dead", rest_is_long([0, 1, 2]))
-def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    ranks = start(stack, 3, tmp_path / "ranks", feed.url)
+@pytest.mark.parametrize(("gone", "how"), rest_is_long([(0, "dies"), (2, "hangs"), (1, "leaves"), (1, "dies")], 3))
+def test_when_a_rank_is_gone_all_others_raise(
+    gone: int, how: str, feed: Feed, stack: ExitStack, tmp_path: Path
+) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 5.0} if how == "hangs" else {})
     for rank in ranks:
         rank.send("next")
     posted(feed.url, *range(4))
     all_expect(ranks, "batch")
-    step(ranks)
-    left = [rank for number, rank in enumerate(ranks) if number != dead]
-    for rank in left:
-        rank.send("next")  # there is no batch, so they wait
-    ranks[dead].kill()
-    for rank in left:
+    lost = ranks.pop(gone)
+    for rank in ranks:
+        rank.send("next")
+    if how == "dies":
+        lost.kill()
+    elif how == "leaves":
+        lost.send("close")
+    for rank in ranks:
         failed = rank.expect("failed")
-        assert failed["kind"] == "FeedError"
-        assert "another rank, which has ended or hangs" in failed["message"]
+        assert (failed["kind"], "another rank, which has ended or hangs" in failed["message"]) == ("FeedError", True)
         rank.send("next")
         assert "this BatchFeed is closed" in rank.expect("failed")["message"]
-
-
-def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 5.0})
-    for rank in ranks:
-        rank.send("next")
-    posted(feed.url, *range(4))
-    all_expect(ranks, "batch")
-    for rank in ranks[:2]:  # the last rank goes on training
-        rank.send("next")
-    for rank in ranks[:2]:
-        failed = rank.expect("failed")
-        assert failed["kind"] == "FeedError"
-        assert "another rank, which has ended or hangs" in failed["message"]
-
-
-def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
-    ranks = start(stack, 3, tmp_path / "ranks", feed.url)
-    for rank in ranks:
-        rank.send("next")
-    posted(feed.url, *range(4))
-    all_expect(ranks, "batch")
-    ranks[1].send("close")
-    ranks[1].expect("closed")
-    for rank in (ranks[0], ranks[2]):
-        rank.send("next")
-        assert rank.expect("failed")["kind"] == "FeedError"
 
 
 def test_some_of_the_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:

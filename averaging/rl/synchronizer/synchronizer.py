@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -112,80 +112,20 @@ async def find_checkpoints(
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def follow_peer(peer: Peer, publish: Callable[[StateDict, int], Awaitable[object]]) -> None:
-    """Calls `publish` with a copy of the peer's tensors for each of its versions that is seen."""
-    names = [spec.name for spec in peer.schema.tensors]
+class Members:
+    """The modules, statuses and weight sync groups of the members, while somebody is inside its `async with`.
 
-    def copy() -> StateDict:
-        with peer.tensors() as tensors:
-            return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
-
-    followed = -1
-    while True:
-        if peer.version > followed:
-            followed = peer.version
-            await publish(await in_thread(copy), followed)
-        await asyncio.sleep(POLL_SECONDS)
-
-
-class Synchronizer:
-    """Coordinates one or more trainers and explorers, and hands out the newest weights by version.
-
-    ```python
-    async with Synchronizer(state_dict=model.state_dict()) as synchronizer:
-        await synchronizer.set_trainer_status(RunningStatus.RUNNING)
-        await synchronizer.set_model_state_dict(model.state_dict(), trainer_step=1)
-    ```
-
-    It belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or `DecentralizedAverager`; `connect`
-    gives the same methods elsewhere. They have the names and meanings of `trinity.manager.synchronizer.Synchronizer`.
-    A *member* is a process or task that has statuses; with several trainers or explorers in one process give each its
-    own name as `member`. The statuses of a member whose modules are all dead are removed.
-
-    Args:
-        peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
-            the first `set_model_state_dict`, under the version of the peer.
-        config: The options.
-        state_dict: The first state, which has version 0.
-        ends_with_modules: Whether it ends when all its modules are dead and nobody is inside its `async with`.
-
-    Attributes:
-        model_state_dict: The newest state: tensors by name, a path, or None; None after the end.
-        ended: Whether it was closed, or has ended with its modules.
-
-    Raises:
-        ConfigError: An option is invalid, the peer is running, or the kept version cannot be read.
-        TensorError: A tensor of `state_dict` cannot be sent.
+    With `ends_with_modules` it goes on until none of its modules is alive.
     """
 
-    def __init__(
-        self,
-        peer: Peer | None = None,
-        config: SynchronizerConfig | None = None,
-        *,
-        state_dict: StateDict | None = None,
-        ends_with_modules: bool = False,
-    ) -> None:
-        self.config = config or SynchronizerConfig()
-        self._checkpoints = CheckpointFolder(self.config.checkpoint_dir)
-        self._state = Coordination(self._checkpoints.version)
-        if self.config.sync_method is SyncMethod.CHECKPOINT:
-            self._state.step = self._checkpoints.step  # its checkpoint is still in the folder
-        self.model_state_dict: ModelState = copy_of(state_dict)
+    def __init__(self, config: SynchronizerConfig, state: Coordination, *, ends_with_modules: bool) -> None:
+        self.config, self._state = config, state
+        self.ended = False
         self._modules = Modules()
-        self._groups = WeightGroups(self.config.group_name, self._modules, self._state)
+        self._groups = WeightGroups(config.group_name, self._modules, state)
         self._main: asyncio.Task[None] | None = None
-        self._ends_with_modules, self._holders, self.ended = ends_with_modules, 0, False
+        self._ends_with_modules, self._holders = ends_with_modules, 0
         self._closing = asyncio.Event()
-        self._peer = peer  # whose versions are handed out; None once a trainer has set a state
-        self._following: asyncio.Task[None] | None = None
-        if peer is not None:
-            serve_on(peer, self)
-
-    def __repr__(self) -> str:
-        name = f" {self.config.namespace!r}" if self.config.namespace else ""
-        trainer = f"trainer {self.trainer_status.value}" if self._state.trainer_came else "no trainer yet"
-        return f"<Synchronizer{name} at version {self._state.version}, {trainer}>"
 
     async def __aenter__(self) -> Self:
         self._holders += 1
@@ -210,20 +150,14 @@ class Synchronizer:
         if self._main is None:
             self._main = asyncio.get_running_loop().create_task(self._run())
 
+    def _background(self) -> Iterable[Coroutine[Any, Any, None]]:
+        """What runs until the end, beside the look at the modules."""
+        return ()
+
     async def _run(self) -> None:
-        folder = self._checkpoints.path
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._poll_modules())]
-                if self.config.sync_method is SyncMethod.CHECKPOINT and folder is not None:
-                    hand_out = partial(self.set_model_state_dict, None)
-                    finding = find_checkpoints(folder, lambda: self._state.step, hand_out)
-                    running.append(tasks.create_task(finding))
-                if self._peer is not None:
-                    self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
-                    following = follow_peer(self._peer, partial(self._publish, member=_PEER))
-                    self._following = tasks.create_task(following)
-                    running.append(self._following)
+                running = [tasks.create_task(task) for task in (self._poll_modules(), *self._background())]
                 await self._closing.wait()
                 for task in running:
                     task.cancel()
@@ -236,7 +170,6 @@ class Synchronizer:
         self.ended = True
         self._closing.set()
         self._state.end()
-        self.model_state_dict = None
 
     def _check(self) -> None:
         if self.ended:
@@ -283,7 +216,7 @@ class Synchronizer:
 
     def readers(self) -> Iterable[WeightReader]:
         """The explorers, for the status of the peer that serves this synchronizer."""
-        newest = self.model_version
+        newest = self._state.version
         for member, status, version in self._state.explorers:
             yield WeightReader("explorer", member or "this process", status.value, version, newest)
 
@@ -301,17 +234,6 @@ class Synchronizer:
         self._check()
         return None if self._state.trainers_stopped else self.trainer_status is RunningStatus.REQUIRE_SYNC
 
-    async def get_status(self) -> dict[str, Any]:
-        """Returns statuses, version and path in one answer; without those that are not there yet."""
-        self._check()
-        return {
-            "trainer_status": self.trainer_status if self._state.trainer_came else None,
-            **{f"explorers_{status.value}": count for status, count in self.explorer_status_counts.items()},
-            "version": self.model_version,
-            "path": await self.get_latest_model_path(),
-            "modules": self.module_count,
-        }
-
     async def set_explorer_status(
         self, status: RunningStatus | str, old_status: RunningStatus | str | None = None, *, member: str = ""
     ) -> None:
@@ -328,6 +250,121 @@ class Synchronizer:
         """Returns whether an explorer waits for weights."""
         self._check()
         return self.explorer_status_counts[RunningStatus.REQUIRE_SYNC] > 0
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
+    ) -> None:
+        """Lets the explorers join the group of a trainer that has joined as rank 0 already, or does so now.
+
+        The trainer will send the tensors of `state_dict_meta`; None leaves it as it is.
+
+        Raises:
+            StateError: A member failed; all have left the group.
+        """
+        self._check()
+        limit = min(GROUP_SECONDS, self.config.sync_timeout)
+        await self._groups.join(master_address, master_port, state_dict_meta, limit)
+
+    async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
+        """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
+
+        Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one. If one of
+        the members calls, groups of others that have lost no member are left alone. The `timeout` in seconds is that of
+        the set-up, and later of each tensor: 5 minutes if None, and at most `sync_timeout`.
+
+        Raises:
+            StateError: A member failed or was late, or there is no trainer or explorer. None of these members is
+                in a group then.
+        """
+        self._check()
+        limit = timeout if timeout and timeout > 0 else GROUP_SECONDS
+        await self._groups.set_up(min(limit, self.config.sync_timeout), member)
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out.
+
+        A set-up in progress is given up.
+        """
+        self._check()
+        await self._groups.tear_down()
+
+
+class Synchronizer(Members):
+    """Coordinates one or more trainers and explorers, and hands out the newest weights by version.
+
+    ```python
+    async with Synchronizer(state_dict=model.state_dict()) as synchronizer:
+        await synchronizer.set_trainer_status(RunningStatus.RUNNING)
+        await synchronizer.set_model_state_dict(model.state_dict(), trainer_step=1)
+    ```
+
+    It belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or `DecentralizedAverager`; `connect`
+    gives the same methods elsewhere. They have the names and meanings of `trinity.manager.synchronizer.Synchronizer`.
+    A *member* is a process or task that has statuses; with several trainers or explorers in one process give each its
+    own name as `member`. The statuses of a member whose modules are all dead are removed.
+
+    Args:
+        peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
+            the first `set_model_state_dict`, under the version of the peer.
+        config: The options.
+        state_dict: The first state, which has version 0.
+        ends_with_modules: Whether it ends when all its modules are dead and nobody is inside its `async with`.
+
+    Attributes:
+        model_state_dict: The newest state: tensors by name, a path, or None; None after the end.
+        ended: Whether it was closed, or has ended with its modules.
+
+    Raises:
+        ConfigError: An option is invalid, the peer is running, or the kept version cannot be read.
+        TensorError: A tensor of `state_dict` cannot be sent.
+    """
+
+    def __init__(
+        self,
+        peer: Peer | None = None,
+        config: SynchronizerConfig | None = None,
+        *,
+        state_dict: StateDict | None = None,
+        ends_with_modules: bool = False,
+    ) -> None:
+        config = config or SynchronizerConfig()
+        self._checkpoints = CheckpointFolder(config.checkpoint_dir)
+        super().__init__(config, Coordination(self._checkpoints.version), ends_with_modules=ends_with_modules)
+        if self.config.sync_method is SyncMethod.CHECKPOINT:
+            self._state.step = self._checkpoints.step  # its checkpoint is still in the folder
+        self.model_state_dict: ModelState = copy_of(state_dict)
+        self._peer = peer  # whose versions are handed out; None once a trainer has set a state
+        self._following: asyncio.Task[None] | None = None
+        if peer is not None:
+            serve_on(peer, self)
+
+    def __repr__(self) -> str:
+        name = f" {self.config.namespace!r}" if self.config.namespace else ""
+        trainer = f"trainer {self.trainer_status.value}" if self._state.trainer_came else "no trainer yet"
+        return f"<Synchronizer{name} at version {self._state.version}, {trainer}>"
+
+    def _background(self) -> Iterable[Coroutine[Any, Any, None]]:
+        folder = self._checkpoints.path
+        if self.config.sync_method is SyncMethod.CHECKPOINT and folder is not None:
+            yield find_checkpoints(folder, lambda: self._state.step, partial(self.set_model_state_dict, None))
+        if self._peer is not None:
+            self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
+            yield self._follow_peer(self._peer)
+
+    def _end(self) -> None:
+        super()._end()
+        self.model_state_dict = None
+
+    async def get_status(self) -> dict[str, Any]:
+        """Returns statuses, version and path in one answer; without those that are not there yet."""
+        self._check()
+        return {
+            "trainer_status": self.trainer_status if self._state.trainer_came else None,
+            **{f"explorers_{status.value}": count for status, count in self.explorer_status_counts.items()},
+            "version": self.model_version,
+            "path": await self.get_latest_model_path(),
+            "modules": self.module_count,
+        }
 
     @property
     def model_version(self) -> int:
@@ -430,43 +467,6 @@ class Synchronizer:
         path = path / "huggingface" if path is not None and use_huggingface else path
         return str(path) if path is not None and await in_thread(path.is_dir) else None
 
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
-    ) -> None:
-        """Lets the explorers join the group of a trainer that has joined as rank 0 already, or does so now.
-
-        The trainer will send the tensors of `state_dict_meta`; None leaves it as it is.
-
-        Raises:
-            StateError: A member failed; all have left the group.
-        """
-        self._check()
-        limit = min(GROUP_SECONDS, self.config.sync_timeout)
-        await self._groups.join(master_address, master_port, state_dict_meta, limit)
-
-    async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
-        """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
-
-        Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one. If one of
-        the members calls, groups of others that have lost no member are left alone. The `timeout` in seconds is that of
-        the set-up, and later of each tensor: 5 minutes if None, and at most `sync_timeout`.
-
-        Raises:
-            StateError: A member failed or was late, or there is no trainer or explorer. None of these members is
-                in a group then.
-        """
-        self._check()
-        limit = timeout if timeout and timeout > 0 else GROUP_SECONDS
-        await self._groups.set_up(min(limit, self.config.sync_timeout), member)
-
-    async def coordinate_weight_sync_teardown(self) -> None:
-        """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out.
-
-        A set-up in progress is given up.
-        """
-        self._check()
-        await self._groups.tear_down()
-
     async def ready_to_nccl_sync(self, module: Role, trainer_step: int, *, member: str = "") -> int | None:
         """Says that a trainer or an explorer is ready to transfer weights, and waits until the other side is.
 
@@ -496,6 +496,21 @@ class Synchronizer:
         if version is not None:
             await self._checkpoints.reserve(lambda: version, None)
         return version
+
+    async def _follow_peer(self, peer: Peer) -> None:
+        """Hands out a copy of the peer's tensors for each of its versions that is seen."""
+        self._following, followed = asyncio.current_task(), -1
+        names = [spec.name for spec in peer.schema.tensors]
+
+        def copy() -> StateDict:
+            with peer.tensors() as tensors:
+                return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
+
+        while self._peer is not None:
+            if peer.version > followed:
+                followed = peer.version
+                await self._publish(await in_thread(copy), followed, _PEER)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _stop_following(self) -> None:
         if self._peer is not None:
