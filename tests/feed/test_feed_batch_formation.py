@@ -68,12 +68,6 @@ def test_reservations(queue: list[tuple[int, int | None]], target: int, reserved
         assert keeps(found), "reservations that can be kept are kept"
 
 
-@given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 20))
-def test_groups_of_one_size_are_taken_in_order(size: int, groups_in_batch: int, more: int) -> None:
-    count = groups_in_batch + more
-    assert exact_sum([size] * count, size * groups_in_batch) == list(range(groups_in_batch))
-
-
 @given(st.integers(1, 1000), st.dictionaries(st.integers(0, 9), st.floats(0, 1), max_size=8))
 def test_reservations_never_sum_to_more_than_a_batch(batch_size: int, proportions: dict[int, float]) -> None:
     found = reservations(batch_size, proportions)

@@ -29,15 +29,12 @@ class FakeEngine:
     Attributes:
         set: what `/control` has changed: version (None: unknown), tells (whether answers have the version), delay
             (seconds), version_after (the version from the middle of each answer on), status (of refused requests),
-            truncated, right (how often the answer is right), routeless (no /weight_info), answers (how many are given
-            before all others wait).
+            truncated, right (how often the answer is right), routeless (no /weight_info).
     """
 
     def __init__(self) -> None:
         self.set: dict[str, Any] = {"version": 1, "tells": True, "delay": 0.0, "right": 0.5}
         self.asked: list[dict[str, Any]] = []
-        self.answered = 0
-        self.changed = asyncio.Event()
         self.most = self.running = 0
         self.random = random.Random(0)
 
@@ -48,10 +45,6 @@ class FakeEngine:
         self.most = max(self.most, self.running)
         try:
             await asyncio.sleep(self.set["delay"])
-            while (answers := self.set.get("answers")) is not None and self.answered >= answers:
-                self.changed.clear()
-                await self.changed.wait()
-            self.answered += 1
             if status := self.set.get("status"):
                 return JSONResponse({"error": {"message": "told to refuse"}}, status_code=status)
             return JSONResponse(self._answer(body))
@@ -81,7 +74,6 @@ class FakeEngine:
 
     async def control(self, request: Request) -> Response:
         self.set |= await request.json()
-        self.changed.set()
         return JSONResponse({"asked": self.asked[-50:], "requests": len(self.asked), "most": self.most})
 
 

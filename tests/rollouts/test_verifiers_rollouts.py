@@ -168,22 +168,6 @@ async def test_an_engine_that_is_killed_and_comes_back_costs_nothing(
         assert len(trainer.wait(12)) == 12
 
 
-async def test_a_start_after_an_end_makes_other_groups(
-    made: Callable[..., Made], feed: Feed, engine: EngineProcess
-) -> None:
-    """What was not posted is made again, under other keys, so the feed has each group that was posted once."""
-    engine.control(answers=6)
-    with Trainer(feed.url, 4) as trainer:
-        async with running(made(concurrency=1)) as first:
-            await first.expect("posted")
-        engine.control(answers=None)
-        second = made(max_groups=4)
-        await second.rollouts.run()
-        assert len(trainer.wait(5)) == 5
-    assert first.rollouts.summary().fields["groups"] == 1
-    assert second.rollouts.summary().fields["groups"] == 4
-
-
 async def test_complete_groups_are_posted_at_the_end(made: Callable[..., Made], feed: Feed) -> None:
     """Those that the feed did not take while it was away."""
     with Trainer(feed.url, 4) as trainer:
@@ -332,32 +316,6 @@ async def test_environments_of_the_package_play_over_other_tasks(
     assert all(
         tokens[0] == USER and masks[0] == -100 for tokens, masks in zip(second["tokens"], second["masks"], strict=True)
     )
-
-
-async def test_a_game_of_the_package_is_played_in_turns(
-    made: Callable[..., Made], feed: Feed, engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import nltk
-
-    words = tmp_path / "nltk" / "corpora" / "words"
-    words.mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (words / name).write_text("apple\nhouse\nplant\nriver\n")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: True)
-    arguments = {"taskset": {"game": "Hangman-v0"}, "player": {"max_turns": 3}}
-    rollouts = made("textarena", environment_args=arguments, max_groups=1, truncated=TruncatedMode.TRAIN)
-    with Trainer(feed.url, 4) as trainer:
-        await rollouts.rollouts.run()
-        group = trainer.wait(1)[0]
-    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
-        written = [token for token in masks if token != -100]
-        assert len(written) >= 4  # two turns at least, each with a word and its end
-        assert written[1::2] == [STOP] * (len(written) // 2)
-        # The game has said something before each reply.
-        turns = [place for place, token in enumerate(tokens) if token == ASSISTANT]
-        assert len(turns) == len(written) // 2
-        assert all(masks[place] == -100 and masks[place + 1] == tokens[place + 1] for place in turns)
 
 
 async def test_a_rollout_of_several_sequences_says_which_option_it_needs(made: Callable[..., Made], feed: Feed) -> None:

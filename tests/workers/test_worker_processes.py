@@ -104,18 +104,6 @@ def test_a_worker_is_killed_and_comes_back(site: Site) -> None:
         site.processes["a0"].expect("train_step")
 
 
-def test_a_stopped_worker_is_lost_at_its_deadline(site: Site) -> None:
-    site.start_all()
-    with MasterWorker(plan_of(site.endpoints), stall_timeout=2.0) as master:
-        master.initialize()
-        master.step()
-        site.processes["a1"].signal(signal.SIGSTOP)
-        with pytest.raises(WorkerError, match="silent for"):  # for how long says test_workers_simulated.py
-            master.step()
-        site.processes["a1"].signal(signal.SIGCONT)
-        assert step_of(master).step == 2
-
-
 def test_a_master_is_killed_and_another_one_goes_on(site: Site) -> None:
     site.start_all()
     first = site.launch(endpoints=site.endpoints, steps=1000)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Outcome, Peer, Receipt
+from averaging import Peer, Receipt
 from averaging.errors import ConfigError, WorkerError
 from averaging.rl.workers import (
     Average,
@@ -218,71 +218,42 @@ class Averaging(Backend):
         return {"members": len(receipt.members)}
 
 
-ROUND_TIMEOUT = 20.0
-
-
-def two_sites(flush_each: bool) -> tuple[list[list[Receipt]], float]:
-    """Actor and critic of two sites average after a train step. Their requests arrive in opposite order at the sites.
-
-    Args:
-        flush_each: Flushes after each request, as if there were no flush.
-
-    Returns:
-        The receipts of all four, and the seconds until all are there.
-    """
+def test_two_sites_enter_their_rounds_in_the_same_order() -> None:
+    """Actor and critic average after a train step. Their requests arrive in opposite order at the sites."""
     swarms = {"actor": Swarm(1), "critic": Swarm(2)}
 
     def peer(site: int, model: str) -> Peer:
         tensor = torch.full((3,) if model == "actor" else (4,), float(site))
-        options: dict[str, Any] = {"group_wait": 5.0, "round_timeout": ROUND_TIMEOUT, "group_size": 2}
-        return swarms[model].peer(f"{model}-{site}:1", [tensor], **options)
+        return swarms[model].peer(f"{model}-{site}:1", [tensor], group_wait=5.0, round_timeout=20.0, group_size=2)
 
     async def run_site(number: int, order: Sequence[str]) -> list[list[Receipt]]:
         async with Site() as site, AsyncExitStack() as stack:
-            backends = {
-                model: Averaging(await stack.enter_async_context(peer(number, model))) for model in ("actor", "critic")
-            }
+            backends = {model: Averaging(await stack.enter_async_context(peer(number, model))) for model in swarms}
             await site.start("w0", **backends)
             models = (Model("actor", ("w0",)), Model("critic", ("w0",)))
             calls = (Call("actor_train", "actor", "train_step", ("prompt",)),)
             async with site.master(Plan(site.endpoints, models, calls, 1, ("prompt",))) as (client, runner):
                 await runner.initialize()
-                ids = []
-                for model in order:
-                    # At one site the actor's mesh could be the larger one, at the other the critic's.
-                    mesh = 1 + (order[0] == model)
-                    ids.append(
-                        post(client, f"{model}@dp0-tp0-pp0", Handle.TRAIN_STEP, model, HookName.AVERAGE, mesh=mesh)
-                    )
-                    if flush_each:
-                        client.request(["w0"], Handle.FLUSH)
+                # At one site the actor's mesh is the larger one, at the other the critic's.
+                shards = {model: (f"{model}@dp0-tp0-pp0", 1 + (order[0] == model)) for model in order}
+                ids = [
+                    post(client, shard, Handle.TRAIN_STEP, model, HookName.AVERAGE, mesh=mesh)
+                    for model, (shard, mesh) in shards.items()
+                ]
                 client.request(["w0"], Handle.FLUSH)
                 await client.gather(ids)
             return [backend.receipts for backend in backends.values()]
 
-    async def main() -> tuple[list[list[Receipt]], float]:
+    async def main() -> float:
         sites = await asyncio.gather(run_site(0, ["actor", "critic"]), run_site(1, ["critic", "actor"]))
-        return [receipts for site in sites for receipts in site], asyncio.get_running_loop().time()
+        assert [[len(receipt.members) for receipt in of_model] for site in sites for of_model in site] == [[2]] * 4
+        return asyncio.get_running_loop().time()
 
-    found = virtual_time.run(main())
+    assert virtual_time.run(main()) < 6.0
     assert [swarm.network.errors for swarm in swarms.values()] == [[], []]
-    return found
 
 
-def test_rounds_in_opposite_order_are_a_deadlock_without_flush() -> None:
-    receipts, seconds = two_sites(flush_each=True)
-    assert [[receipt.outcome for receipt in of_model] for of_model in receipts] == [[Outcome.NO_GROUP]] * 4
-    assert seconds >= 2 * ROUND_TIMEOUT  # each site has waited in vain for both of its rounds, until their time was up
-
-
-def test_with_flush_all_sites_enter_the_rounds_in_the_same_order() -> None:
-    receipts, seconds = two_sites(flush_each=False)
-    assert [[len(receipt.members) for receipt in of_model] for of_model in receipts] == [[2]] * 4
-    assert seconds < 6.0
-
-
-@pytest.mark.parametrize("eta", [0.0, 0.25, 1.0])
-def test_param_realloc(eta: float) -> None:
+def test_param_realloc() -> None:
     """From two actors to references at the same workers and at another one."""
 
     async def scenario(site: Site) -> None:
@@ -295,7 +266,7 @@ def test_param_realloc(eta: float) -> None:
         for reference in references.values():
             reference.weight += 8
         ref = Model("ref", ("a0", "a1", "r0"))
-        hook = ParamRealloc(source="actor", target="ref", eta=eta, every=2)
+        hook = ParamRealloc(source="actor", target="ref", eta=0.25, every=2)
         async with site.master(site.plan(hook, models=(ref,))) as (_, runner):
             await runner.initialize()
             await runner.step()
@@ -303,7 +274,7 @@ def test_param_realloc(eta: float) -> None:
             await runner.step()
         assert [float(actor.weight[0]) for actor in actors.values()] == [2, 2]
         for reference in references.values():
-            assert torch.equal(reference.weight, torch.full((3,), eta * 2 + (1 - eta) * 8))
+            assert torch.equal(reference.weight, torch.full((3,), 0.25 * 2 + 0.75 * 8))
         for worker in site.workers.values():
             assert len(worker._executor.data) == 0
 
@@ -509,12 +480,8 @@ def test_clear_errors() -> None:
         async with site.master(site.plan()) as (client, runner):
             with pytest.raises(ConfigError, match="'ghost' is neither a worker nor a shard"):
                 await client.call(["ghost"], Handle.SPEC)
-            with pytest.raises(WorkerError, match="a0 knows no request 'dance'"):
-                await client.call(["a0"], "dance")
             with pytest.raises(WorkerError, match="holds no part of a dataset"):
                 await client.call(["r0"], Handle.FETCH, [{"count": 1}])
-            with pytest.raises(WorkerError, match="fetch of a0 has failed at a0: .* is no Count"):
-                await client.call(["a0"], Handle.FETCH, [{"count": "many"}])
             request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
             client.request(["r0"], Handle.FLUSH)
             with pytest.raises(WorkerError, match="'reward' at r0 is not initialized; send initialize"):
@@ -524,13 +491,6 @@ def test_clear_errors() -> None:
             client.request(["r0"], Handle.FLUSH)
             with pytest.raises(WorkerError, match="Reward, the backend of 'reward', has no method 'train_step'"):
                 await client.gather([request])
-            step = {"comm_type": "bcast", "root": "z", "srcs": ["z"], "dsts": ["a0"], "ids": [["s"]], "keys": ["k"]}
-            unknown = Payload("actor@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("a", "actor"))
-            unknown.pre_hooks, unknown.pre_hook_data = ["data_transfer"], [[step]]
-            client.post(unknown)
-            client.request(["a0"], Handle.FLUSH)
-            with pytest.raises(WorkerError, match="tensors of 'z', which is not in its plan"):
-                await client.gather([unknown.request_id])
             assert (await runner.step()).step == 1
         async with site.master(site.plan(batch_size=65)) as (_, runner):
             await runner.initialize()
