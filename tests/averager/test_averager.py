@@ -24,20 +24,6 @@ def test_it_trains_exactly_as_the_inner_optimizer(make: Make) -> None:
     assert opt.local_step == 5
 
 
-def test_it_is_an_optimizer_with_the_inner_ones_attributes(make: Make) -> None:
-    model = linear()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    opt = make(inner)
-    assert isinstance(opt, torch.optim.Optimizer)
-    assert opt.optimizer is inner
-    train(model, opt, 1)
-    opt.load_state_dict(opt.state_dict())
-    assert opt.param_groups is inner.param_groups
-    assert opt.state is inner.state
-    assert opt.defaults is inner.defaults
-    assert opt.state[model.weight]["momentum_buffer"] is not None
-
-
 def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
     model = linear()
     opt = make(torch.optim.LBFGS(model.parameters(), max_iter=3))
@@ -102,22 +88,6 @@ def test_hooks_are_called_once_with_the_averager(make: Make) -> None:
     opt.optimizer.register_step_post_hook(lambda this, args, kwargs: happened.append(("inner", this)))
     train(model, opt, 1)
     assert happened == [("before", opt), ("inner", opt.optimizer), ("after", opt, False)]
-
-
-def test_hooks_on_the_state_dict_may_change_it(make: Make) -> None:
-    model = linear()
-    opt = make(torch.optim.SGD(model.parameters(), lr=0.5))
-    happened = []
-    opt.register_state_dict_pre_hook(lambda this: happened.append("save"))
-    opt.register_state_dict_post_hook(lambda this, state: {"packed": state})
-    opt.register_load_state_dict_pre_hook(lambda this, state: dict(state["packed"]))
-    opt.register_load_state_dict_post_hook(lambda this: happened.append("loaded"))
-    saved = opt.state_dict()
-    assert list(saved) == ["packed"]
-    opt.param_groups[0]["lr"] = 0.1
-    opt.load_state_dict(saved)
-    assert opt.param_groups[0]["lr"] == 0.5
-    assert happened == ["save", "loaded"]
 
 
 def test_param_groups_are_fixed(make: Make) -> None:

@@ -69,24 +69,6 @@ def when(event: threading.Event, action: Callable[[], object]) -> threading.Thre
     return thread
 
 
-def test_runs_in_one_loop_until_it_is_closed() -> None:
-    room = Room()
-    thread = EventLoopThread(room.context(), NAME)
-
-    async def loop() -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
-
-    assert thread.run(loop()) is thread.run(loop())
-    assert thread.wait(thread.start(asyncio.sleep(0.01, "slept"))) == "slept"
-    thread.check()
-    assert living_threads() == [NAME]
-    assert room.happened == ["entered"]
-    thread.close()
-    assert room.happened == ["entered", "left"]
-    assert not living_threads()
-    thread.close()
-
-
 def test_closing_ends_the_calls_that_nobody_waits_for() -> None:
     thread, happened, count = EventLoopThread(Room().context(), NAME), list[str](), 8
     events = [threading.Event() for _ in range(count)]

@@ -103,26 +103,6 @@ def test_a_checkpoint_is_read_without_pickled_objects(make: Make, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "step_before", "step_after"),
-    [(4, "3600s", 1, 1), ("3600s", 4, 0, 2)],  # six steps since the last round are more than four
-)
-def test_a_checkpoint_made_with_steps_is_loaded_with_seconds_and_the_other_way(
-    make: Make, before: int | str, after: int | str, step_before: int, step_after: int
-) -> None:
-    model = linear()
-    opt = make(torch.optim.SGD(model.parameters(), lr=0.5), strategy=DiLoCo(before))
-    train(model, opt, 6)
-    assert opt.global_step == step_before
-    other = linear()
-    again = make(torch.optim.SGD(other.parameters(), lr=0.5), strategy=DiLoCo(after))
-    again.load_state_dict(opt.state_dict())
-    other.load_state_dict(model.state_dict())
-    assert (again.local_step, again.global_step) == (6, step_before)
-    train(other, again, 6)
-    assert (again.local_step, again.global_step) == (12, step_after)
-
-
-@pytest.mark.parametrize(
     "strategy", [lambda: LocalSGD(1), lambda: DiLoCo(1), lambda: GradientAveraging(1)], ids=["LocalSGD", "DiLoCo", "GA"]
 )
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

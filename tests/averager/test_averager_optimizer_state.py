@@ -181,15 +181,6 @@ def test_the_state_of_other_options_is_refused_by_their_name(
     assert before == (str(plain.state_dict()), str(special.state_dict()))
 
 
-def test_sgd_takes_up_momentum_where_the_others_have_none() -> None:
-    params, others = parameters(), parameters()
-    plain, newcomer = torch.optim.SGD(params, lr=0.1), torch.optim.SGD(others, lr=0.1, momentum=0.9)
-    step(plain, params, 1)
-    load_optimizer(newcomer, *travel(plain))
-    step(newcomer, others, 1)
-    assert "momentum_buffer" in newcomer.state[others[0]]
-
-
 def test_initial_lr_is_there_for_schedulers_and_not_the_same_tensor() -> None:
     optimizer = OPTIMIZERS["AdamW with a tensor as lr"](parameters())
     set_initial_lr(optimizer)

@@ -22,15 +22,6 @@ from averaging.testing.discovery import MemoryDiscovery
 from tests.support.alone import Make, backward, linear, train
 
 
-def test_who_starts_a_run_has_a_state_worth_downloading(make: Make) -> None:
-    opt = make(torch.optim.SGD(linear().parameters()))
-    assert opt.model_version == 1
-    assert opt.endpoint == "192.0.2.1:1"
-    assert opt.peers == {"192.0.2.1:1"}
-    assert opt.status.peer.run_id == "alone"
-    assert opt.status.peer.state_version == 1
-
-
 @pytest.mark.parametrize(("count", "timeout"), [(2.0, 1.0), (2, "1"), (2, float("nan"))])
 def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -> None:
     opt = make(torch.optim.SGD(linear().parameters()))
@@ -143,15 +134,6 @@ def test_a_parameter_that_takes_another_one_s_place_is_the_next_step_s_error(mak
     opt.param_groups[0]["params"][1] = model.bias = torch.nn.Parameter(torch.ones(7))  # another head
     with pytest.raises(TensorError, match="the inner optimizer has other parameters than when the averager was made"):
         opt.step()
-
-
-def test_sparse_gradients_cannot_be_clipped_and_that_is_reported(make: Make) -> None:
-    model = torch.nn.Embedding(4, 3, sparse=True)
-    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(9, max_norm=1.0))
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(TensorError, match="a sparse gradient cannot be clipped; leave max_norm out"):
-        opt.step()
-    assert opt.local_step == 0
 
 
 def test_closed_it_says_so_and_the_inner_optimizer_trains_on(make: Make) -> None:

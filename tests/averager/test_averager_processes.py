@@ -129,19 +129,6 @@ def test_a_newcomer_keeps_its_hyperparameters_and_its_scheduler_goes_on_where_th
     assert scheduler.get_last_lr() == [0.4 / 16]
 
 
-def test_a_checkpoint_that_the_founder_loads_is_what_newcomers_get(start: Start) -> None:
-    run, again = start(), start()
-    first = run.add(LocalSGD(1000), adamw)
-    steps(run, 0, range(5))
-    restarted = again.add(LocalSGD(1000), adamw, model_of(7))
-    again.models[0].load_state_dict(run.models[0].state_dict())
-    restarted.load_state_dict(first.state_dict())
-    newcomer = again.add(LocalSGD(1000), adamw, model_of(8))
-    assert equal(run.parameters()[0], again.parameters()[1])
-    assert newcomer.local_step == restarted.local_step == 5
-    assert said(newcomer) == said(restarted) == said(first)
-
-
 def test_a_newcomer_to_whom_nobody_offers_a_state_keeps_its_own_and_says_so(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

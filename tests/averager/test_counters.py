@@ -8,20 +8,11 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging.training.named_tensors import KEY, MAX_EACH, Counters, without_counters
+from averaging.training.named_tensors import KEY, MAX_EACH, Counters
 
 
 def counts(*values: int) -> dict[str, torch.Tensor]:
     return {"buffer/a": torch.tensor(values[0]), "buffer/b": torch.tensor(values[1:], dtype=torch.int32)}
-
-
-def test_what_the_strategy_sends_stays_as_it_is() -> None:
-    counters = Counters(counts(1, 2))
-    for gather in (None, {"samples": 2.0}):
-        assert without_counters(counters.added_to(gather)) == gather
-    assert counters.added_to("mine") == "mine"
-    assert without_counters("mine") == "mine"
-    assert Counters({}).added_to(None) is None
 
 
 def sent_by(names: dict[str, torch.Tensor], *values: Any) -> list[Any]:

@@ -114,25 +114,6 @@ def test_counters_and_excluded_tensors_stay_as_they_are(start: Start, tmp_path: 
         assert found["1.num_batches_tracked"].item() == 10 * value
 
 
-def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path]) -> None:
-    options = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--rounds", "2")
-    node = start("peer", files[0], *options, "--output", out(files[0]), "--compression", "none")
-    join = ("--join", node.expect("ready")["join"])
-    client = start("peer", files[1], *options, *join, "--mode", "client", "--output", files[1], "--overwrite")
-    auxiliary = start("peer", files[2], *options, *join, "--mode", "auxiliary")
-    for process in (node, client, auxiliary):
-        assert process.wait() == 0, process.stderr
-        assert [event["round"] for event in process.events("round")] == [1, 2]
-        assert len(process.events("round")[0]["members"]) == 3
-    (ready,) = client.events("ready")
-    assert ready["endpoint"].startswith("client::")
-    assert (ready["join"], ready["mode"]) == (None, "client")
-    assert auxiliary.events("ready")[0]["mode"] == "auxiliary"
-    assert auxiliary.events("done")[0]["output"] is None
-    assert_holds(out(files[0]), 1.5)
-    assert_holds(files[1], 1.5)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_serving_peer_leaves_in_order(start: Start, files: list[Path], number: signal.Signals) -> None:
     serve = (*PAIR, "--serve", "--group-wait", 2)
@@ -183,29 +164,6 @@ def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
     assert "Nothing was written" in result.stderr
     assert "Traceback" not in result.stderr
     assert not out(files[0]).exists()
-
-
-def test_peers_with_other_tensors_say_which(start: Start, files: list[Path], tmp_path: Path) -> None:
-    other = tmp_path / "other.safetensors"
-    save_file(model(1.0) | {"scale": torch.ones(2)}, other)
-    serving = start("peer", files[0], *PAIR, "--serve", "--group-wait", 1)
-    join = serving.expect("ready")["join"]
-    result = command("peer", other, *PAIR, "--join", join, "--group-wait", 1, "--round-timeout", 20)
-    assert result.returncode == 1
-    assert f"{join} averages something else: tensor 'scale' is float32[2]" in result.stderr
-    assert "float64[] as NONE there" in result.stderr
-    assert "give both the same tensors and options" in result.stderr
-
-
-def test_a_port_that_is_taken(files: list[Path]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = command("peer", files[0], *PAIR, "--listen", address)
-    assert result.returncode == 1
-    assert f"cannot listen on {address}: the port is taken" in result.stderr
-    assert "choose another port" in result.stderr
 
 
 def test_a_peer_that_is_waited_for_is_reported_while_a_peer_joins(start: Start, files: list[Path]) -> None:
@@ -271,18 +229,6 @@ def test_states_that_do_not_come(start: Start, files: list[Path], tmp_path: Path
             assert "Traceback" not in result.stderr
     assert result.stderr.endswith("nothing was changed; check the address, and that a peer is up there\n")
     assert not (tmp_path / "none").exists()
-
-
-def test_lines_for_people(start: Start, files: list[Path]) -> None:
-    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
-    result = command("peer", files[1], *PAIR, "--join", join, "--output", out(files[1]))
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()
-    assert "is up in run demo: 4 tensors, 2.4 KiB, schema " in lines[0]
-    assert lines[2].startswith(f"  averaging peer {files[1]} --run-id demo --group-size 2 --join 127.0.0.1:")
-    assert lines[3].startswith("round 1 of 1: looking for a group, ")
-    assert lines[4].startswith(f"round 1 of 1: averaged with {join} in ")
-    assert lines[5:] == [f"done: 1 round, wrote {out(files[1])}"]
 
 
 @pytest.mark.parametrize(

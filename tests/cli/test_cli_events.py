@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from averaging.cli import peer as events
 from averaging.common import plain
-from averaging.errors import CallRefusedError, JoinError
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
 
@@ -120,11 +119,3 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     assert "with --listen on an address that other peers can reach, or with --mode client:" in elsewhere
     event, text = events.ready("client::7", "demo", "client", SCHEMA, command)
     assert (event["join"], "--join" in text) == (None, False)
-
-
-def test_errors_name_the_peer_they_are_of_once() -> None:
-    foreign = "the called peer belongs to run 'a', not to 'b'"
-    error = CallRefusedError("192.0.2.7:4222", str(CallRefusedError("", foreign)))
-    assert (str(error), error.reason) == (f"192.0.2.7:4222: {foreign}", foreign)
-    told = str(JoinError({"192.0.2.7:4222": foreign, "192.0.2.8:4222": "no answer"}, 10.0))
-    assert f"(192.0.2.7:4222: {foreign}; 192.0.2.8:4222: no answer)" in told

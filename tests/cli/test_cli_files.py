@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
 from averaging.cli.files import Document, Output, read
-from averaging.cli.running import CommandError
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
 
@@ -124,16 +123,6 @@ def test_a_bad_output_is_refused_before_anything_is_done(tmp_path: Path) -> None
     assert (tmp_path / "there.safetensors").read_bytes() == b"precious"
 
 
-def test_what_is_read_is_sorted_and_independent_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "in.safetensors"
-    save_file({"b.2": torch.ones(2), "a": torch.zeros(1, dtype=torch.float64), "b.10": torch.ones(3)}, path, {"k": "v"})
-    document = read(path)
-    path.write_bytes(b"")
-    assert list(document.tensors) == ["a", "b.10", "b.2"]
-    assert document.metadata == {"k": "v"}
-    assert torch.equal(document.tensors["b.10"], torch.ones(3))
-
-
 def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(GOOD, source, {"format": "pt", "note": "π"})
@@ -170,12 +159,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     Output(link, overwrite=False).write(GOOD, None)
     assert link.is_symlink()
     assert set(load_file(tmp_path / "real" / "out")) == set(GOOD)
-
-
-def test_a_name_that_the_format_reserves_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="__metadata__"):
-        Output(tmp_path / "out", overwrite=False).write({"__metadata__": torch.ones(1)}, None)
-    assert list(tmp_path.iterdir()) == []
 
 
 LAYERS = {name: torch.ones(2) for name in ("base.weight", "lora_a.weight", "lora_b.weight")} | {"seen": torch.tensor(7)}

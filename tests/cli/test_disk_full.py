@@ -25,7 +25,6 @@ from averaging.cli import main
 from averaging.cli.files import Output
 from averaging.cli.running import CommandError, CommandOutput, Stopped
 from averaging.receipts.receipt import Receipt
-from examples import digits
 from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, perform, play, while_looking
 
 TENSORS = {"w": torch.arange(10_000.0)}
@@ -161,13 +160,3 @@ def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pyte
         CommandOutput(as_json=False).emit({}, "run \u2014")
         assert written.getvalue() == b"run \\u2014\n"
         monkeypatch.undo()
-
-
-def test_the_model_of_an_example_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    digits.save(TENSORS, path, {"samples": "1"})
-    before = path.read_bytes()
-    with full_disk(), pytest.raises(SystemExit, match="could not be written: .* Free disk space"):
-        digits.save({"w": torch.zeros(20_000)}, path, {})
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]

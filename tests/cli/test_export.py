@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from averaging import LocalSGD
 from averaging.cli import main
-from averaging.cli.files import shards
 from tests.cli.test_disk_full import full_disk
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import averaging_command
@@ -120,11 +119,6 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     }
     written = load_folder(tmp_path / "model")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_tensor_that_is_larger_than_a_shard_has_one_of_its_own() -> None:
-    groups = shards({"a": torch.zeros(1), "b": torch.zeros(9), "c": torch.zeros(1), "d": torch.zeros(1)}, 8)
-    assert [list(group) for group in groups.values()] == [["a"], ["b"], ["c", "d"]]
 
 
 def test_a_copy_of_tied_embeddings_is_left_out_and_another_tensor_is_named(tmp_path: Path) -> None:
@@ -236,8 +230,3 @@ def test_a_snapshot_of_the_hub_is_copied(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {"config.json", "tokenizer.json"}
     assert not any(path.is_symlink() for path in (tmp_path / "model").iterdir())
-
-
-def test_config_is_needed(tmp_path: Path) -> None:
-    result = export("127.0.0.1:1", "--output", tmp_path / "model")
-    assert (result.exit_code, "--config is missing" in told(result)) == (2, True)

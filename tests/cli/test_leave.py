@@ -99,17 +99,3 @@ def ended_by(name: str, *arguments: str) -> JsonProcess:
 @pytest.mark.parametrize("name", rest_is_long(("SIGUSR1", "SIGHUP", "SIGTERM")))
 def test_a_peer_leaves_on_the_signals_that_its_user_chose(file: str, name: str) -> None:
     assert ended_by(name, file, *RUN).seen[-1]["event"] == "done"
-
-
-def test_without_serve_the_exit_code_says_which_signal_it_was(file: str) -> None:
-    with averaging_process("peer", file, "--run-id", "demo", "--leave-on", "SIGUSR1") as peer:
-        peer.expect("ready")
-        peer.signal(signal.SIGUSR1)
-        assert peer.wait() == 128 + signal.SIGUSR1
-        assert peer.seen[-1]["message"] == "stopped by SIGUSR1 after 0 of 1 round; nothing was written"
-
-
-def test_an_unknown_signal_is_refused(file: str) -> None:
-    refused = averaging_command("peer", file, "--run-id", "demo", "--leave-on", "SIGKILL")
-    assert refused.returncode == 2
-    assert "--leave-on: 'SIGKILL' is not one of SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2" in refused.stderr

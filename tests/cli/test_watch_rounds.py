@@ -52,17 +52,6 @@ async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
     assert {one.receipt.round for one in watched} == {RECEIPT.round}
 
 
-async def test_a_watcher_reads_when_rounds_begin_and_that_the_peer_is_late() -> None:
-    async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint):
-        told = await asyncio.to_thread(averaging_command, "watch", endpoint, "--last", "1", "--rounds", "1")
-    assert told.returncode == 0
-    assert told.stderr.splitlines() == [
-        f"watching {endpoint}: one line per round; Ctrl+C ends this",
-        "DiLoCo: a round every 120s, quorum 0.5 (grace at most 10.0 s), weights in samples, grace now 0.60 s; late by "
-        "3 rounds, joins a later one",
-    ]
-
-
 def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return averaging_command("explain", *map(str, arguments))
 
@@ -107,11 +96,3 @@ def test_peers_write_receipts_that_explain_shows(tmp_path: Path) -> None:
     assert all(line.endswith("; all 2 agree") for line in lines_told[1:3])
     assert "averages: the same in all of 2 rounds that can be compared" in lines_told
     assert explain(files[0], tmp_path / "none").returncode == 2
-
-
-def test_a_watcher_of_nobody(tmp_path: Path) -> None:
-    result = averaging_command("watch", "127.0.0.1:1")
-    assert (result.returncode, result.stdout) == (1, "")
-    told, error = result.stderr.splitlines()
-    assert told == "watching 127.0.0.1:1: one line per round; Ctrl+C ends this"
-    assert error.endswith("127.0.0.1:1: connection refused; check the address, and that a peer is up there")

@@ -1,4 +1,4 @@
-"""Failed joins and searches of docs/operate/troubleshooting.md are provoked; the error says what the page says."""
+"""Failed joins of docs/operate/troubleshooting.md are provoked; the error says what the page says."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.discovery.base import Diagnosis, KnownPeer
 from averaging.errors import JoinError
-from averaging.matchmaking.search_state import explain_absence
 from averaging.peer import PeerContext
 from averaging.security.ca import issue, make_authority
 from tests.support.certificates import NOW, stored, token_file, write
@@ -95,21 +93,6 @@ async def test_a_join_fails_as_the_page_says(entry: str, tmp_path: Path) -> None
             )
     assert raised.value.refused is (entry not in NOT_DEFINITE)
     assert agree(ENTRIES[entry], str(raised.value)), raised.value
-
-
-OTHER = "127.0.0.1:4222"
-
-DIAGNOSES = {
-    "Nobody else is there": Diagnosis({}),
-    "Others are there, and not ready": Diagnosis({OTHER: KnownPeer(0.0, {})}),
-    "Others do not answer": Diagnosis({}, silent={OTHER: "connection refused"}),
-    "Clocks are apart": Diagnosis({}, clock_offsets={OTHER: 40.0}),
-}
-
-
-@pytest.mark.parametrize("entry", DIAGNOSES)
-def test_a_search_ends_without_a_group_as_the_page_says(entry: str) -> None:
-    assert agree(ENTRIES[entry], explain_absence("run.0b", DIAGNOSES[entry]))
 
 
 def test_every_entry_has_message_cause_and_remedy() -> None:

@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
 from averaging import ConfigError
 from averaging.elastic import backend, handler
-from averaging.elastic import register as limits
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister, RegisterService
 from averaging.elastic.rendezvous_state import Seal
@@ -188,14 +187,6 @@ def test_without_a_token_a_local_user_executes_nothing(
     with pytest.raises(RendezvousStateError, match="not the state of a rendezvous"):
         nodes.node(is_host=False).next_rendezvous()
     assert not path.exists()
-
-
-def test_a_full_register_says_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_ENTRIES", 1)
-    nodes.register()
-    told = r"^127\.0\.0\.1:\d+: the register is full: it has 1 entries.*wait, or start another"
-    with pytest.raises(RendezvousConnectionError, match=told):
-        nodes.node(1, 1, is_host=False, join_timeout=1).next_rendezvous()
 
 
 def test_a_job_without_an_id_has_a_register_of_its_own(nodes: Nodes) -> None:

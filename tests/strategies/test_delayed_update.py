@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.strategies.local_sgd import DelayedUpdate, _add_to_moment, _moments
+from averaging.strategies.local_sgd import DelayedUpdate, _add_to_moment
 
 
 @given(
@@ -28,12 +28,6 @@ def test_a_second_moment_is_at_least_0_and_at_most_what_the_whole_change_makes_o
     assert result >= 0
     assert min(moment, moment + change) <= result + 1e-3
     assert result <= max(moment, moment + change) + 1e-3
-
-
-def test_a_momentum_that_is_above_0_in_one_parameter_is_no_second_moment() -> None:
-    momentum = {"exp_avg/weight": torch.tensor([-1.0, 2.0]), "exp_avg/bias": torch.tensor(3.0)}
-    squares = {"exp_avg_sq/weight": torch.tensor([1.0, 4.0]), "exp_avg_sq/bias": torch.tensor(9.0)}
-    assert _moments([list(momentum), list(squares)], momentum | squares) == list(squares)
 
 
 def test_the_change_is_added_to_what_was_trained_meanwhile() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Outcome, Receipt
+from averaging import LocalSGD, Outcome, Receipt
 from tests.support.training import (
     SGD,
     Start,
     backward,
     batch_of,
     end_rounds,
-    equal,
-    model_of,
     pushed,
     run_of,
     steps,
@@ -47,17 +44,6 @@ def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
         move(1, 0.0)
     end_rounds(run)
     assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
-
-
-def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
-    run = start()
-    run.add(LocalSGD(4), SGD)
-    steps(run, 0, range(8))
-    learnt = run.parameters()[0]
-    steps(run, 0, range(8, 10))
-    newcomer = run.add(LocalSGD(4), SGD, model_of(3))
-    assert newcomer.local_step == 8
-    assert equal(run.parameters()[1], learnt)
 
 
 def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
@@ -149,10 +135,3 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
     first, second = (opt.state_dict()["state"] for opt in run.averagers)
     for place in range(4):
         torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
-
-
-def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    run = run_of(start, 2, partial(DiLoCo, 2))
-    with caplog.at_level(logging.WARNING, "averaging"):
-        run.each(lambda number: steps(run, number, range(8)))
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []

@@ -431,8 +431,3 @@ def test_the_weights_of_a_round_with_another_peer() -> None:
         received(follower, 5)
         kept = {name: t.bfloat16() if t.is_floating_point() else t for name, t in trained.state_dict().items()}
         assert same(mine.state_dict(), kept)
-
-
-def test_an_averager_needs_the_model() -> None:
-    with pytest.raises(ConfigError, match=r"services=\[WeightPublisher\(model\)\]"):
-        averager(WeightPublisher(), model(), LocalSGD(sync_every=2))
