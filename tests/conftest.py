@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 import averaging.transport.grpc  # noqa: F401  (before grpc, for which it chooses the engine, whichever test comes first)
 
-pytest_plugins = ["tests.support.averagers", "tests.support.fixtures"]
+pytest_plugins = ["tests.support.alone", "tests.support.fixtures"]
 
 # Machines that run tests are slow and shared: an example, and the drawing of it, may take as long as they take.
 settings.register_profile(

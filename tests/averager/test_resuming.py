@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
-import grpc
 import pytest
 import torch
 
@@ -17,8 +16,7 @@ from averaging.state import manifest as packing
 from averaging.state.assembler import StateAssembler
 from averaging.state.downloads import download
 from averaging.state.manifest import CHUNK_BYTES
-from averaging.transport.grpc import GrpcTransport, methods
-from averaging.transport.grpc import channel_options as headers
+from averaging.transport.grpc import GrpcTransport
 from tests.state.test_download import Donors, equal, state
 from tests.support.listening import closed, listening
 
@@ -97,20 +95,6 @@ async def test_after_a_cut_only_the_rest_travels() -> None:
     assert len(relay.counts) == 2
     assert relay.counts[1] <= TOTAL - CUT + CHUNK_BYTES + OVERHEAD
     assert readers[-1].received == TOTAL
-
-
-@pytest.mark.parametrize(
-    "told", ["", "5", "-1 " + "0" * 64, "4 " + "0" * 64, "9" * 30 + " " + "0" * 64, "4 " + "z" * 64, "4  x", "\u0661 "]
-)
-async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
-    async with Peer([torch.ones(3)], run_id="run") as donor, grpc.aio.insecure_channel(donor.endpoint) as channel:
-        call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.DOWNLOAD_STATE.path)
-        value = told if told.isascii() else told.encode()
-        name = headers.RESUME if told.isascii() else f"{headers.RESUME}-bin"
-        [message] = [methods.DOWNLOAD_STATE.read_reply(raw) async for raw in call(b"", metadata=((name, value),))]
-    assert isinstance(message, DownloadData)
-    assert message.tensor_part is not None
-    assert message.tensor_part.buffer == torch.ones(3).numpy().tobytes()
 
 
 @pytest.fixture

@@ -95,18 +95,6 @@ def test_rounds_average_both_sequences(start: Start) -> None:
     assert all(map(torch.allclose, run.parameters()[0], reference()))
 
 
-def test_averaging_now_while_one_peer_evaluates_averages_the_training_weights(start: Start) -> None:
-    run = both(start, partial(LocalSGD, 100))
-    run.each(lambda number: trained(run, number, 3))
-    first, second = run.parameters()
-    run.averagers[0].eval()
-    run.each(lambda number: run.averagers[number].average_now())
-    run.averagers[0].train()
-    expected = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
-    assert all(all(map(torch.allclose, parameters, expected)) for parameters in run.parameters())
-    assert equal(*run.parameters())
-
-
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_newcomer_gets_all_sequences_and_the_counter(start: Start, evaluating: bool) -> None:
     run = start()

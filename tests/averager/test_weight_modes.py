@@ -78,12 +78,6 @@ def test_a_loaded_checkpoint_has_the_mode_in_which_it_was_saved(
         opt.step()
 
 
-def test_finish_leaves_the_weights_to_evaluate(model: torch.nn.Linear, opt: DecentralizedAverager) -> None:
-    expected = evaluated(opt)
-    assert opt.finish(1.0).alike
-    assert all(map(torch.allclose, bits(model), expected))
-
-
 def test_evaluation_weights_that_are_not_averaged_are_named(
     model: torch.nn.Linear, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

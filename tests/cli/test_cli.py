@@ -167,7 +167,7 @@ def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
 
 
 def test_a_peer_that_is_waited_for_is_reported_while_a_peer_joins(start: Start, files: list[Path]) -> None:
-    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
+    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 3)
     told = start(*arguments)
     result = command(*arguments)
     assert told.wait() == 1
@@ -178,7 +178,7 @@ def test_a_peer_that_is_waited_for_is_reported_while_a_peer_joins(start: Start, 
     reports = told.events("joining")  # when they come say the tests of discovery
     assert reports
     assert all(report["waiting_for"] == {"127.0.0.1:1": "connection refused"} for report in reports)
-    assert {report["timeout"] for report in reports} == {4}
+    assert {report["timeout"] for report in reports} == {3}
     moments = [report["seconds"] for report in reports]
     assert moments == sorted(moments)
     assert moments[0] >= 1

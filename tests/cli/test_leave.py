@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from averaging import Receipt
 from averaging.receipts.receipt_log import read
-from tests.support.certificates import HERE, TOKEN, write
+from tests.support.certificates import TOKEN
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
@@ -75,16 +75,6 @@ def test_what_the_command_says_if_it_cannot(file: str, tmp_path: Path) -> None:
         assert refused.returncode == 1
         assert "requires a token" in refused.stderr
         assert averaging_command("leave", endpoint, *options).returncode == 0
-        assert peer.wait() == 0
-
-
-@pytest.mark.long
-def test_leaving_with_certificates(file: str, tmp_path: Path) -> None:
-    files = write(tmp_path / "tls", *HERE)
-    options = [word for name, path in files.items() for word in (f"--{name.replace('_', '-')}", str(path))]
-    with averaging_process("peer", file, *RUN, *options) as peer:
-        told = averaging_command("leave", peer.expect("ready")["endpoint"], *options)
-        assert told.returncode == 0, told.stderr
         assert peer.wait() == 0
 
 

@@ -51,17 +51,6 @@ def test_a_job_of_one_node(stack: ExitStack, tmp_path: Path) -> None:
 
 
 @long
-@pytest.mark.parametrize("nnodes", ["2", "2:3", "1:2"])
-def test_fixed_and_elastic_starts(stack: ExitStack, tmp_path: Path, nnodes: str) -> None:
-    job = Job(stack, tmp_path, nnodes, nproc="2")
-    nodes = [job.node(), job.node()]
-    for node in nodes:
-        node.until_step(1, world=4)
-    job.finish(*nodes)
-    assert {event["GROUP_RANK"] for node in nodes for event in node.events("start") if event["world"] == 4} == {0, 1}
-
-
-@long
 def test_a_worker_that_is_killed_costs_one_restart_of_all(stack: ExitStack, tmp_path: Path) -> None:
     job = Job(stack, tmp_path, "2", nproc="2")
     nodes = [job.node(), job.node()]

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from averaging.config import TLSFiles
 from averaging.elastic.handler import Silence
 from averaging.elastic.options import read_options
 from averaging.errors import ConfigError
-
-TLS = {"tls_ca": "ca", "tls_cert": "cert", "tls_key": "key"}
-
-
-def test_the_options_of_torchrun() -> None:
-    conf = {"token_file": "t", "join_timeout": "60", "is_host": "true", "timeout": 900, "rank": 0, **TLS}
-    options = read_options("a.example:29500", conf, 2)
-    assert options.endpoints == ("a.example:29500",)
-    assert options.tls == TLSFiles("ca", "cert", "key")
-    assert (options.token_file, options.join_timeout, options.is_host) == ("t", 60, True)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from averaging.receipts import Account, Dropped, Outcome, Receipt
-from tests.endurance.judge import Judge, Recovery
-from tests.endurance.ledgers import GroupLedger, Growth, MeanLedger, SampleLedger
-from tests.endurance.plan import FaultKind, Strike
+from tests.endurance.ledgers import GroupLedger, MeanLedger, SampleLedger
 
 LIFE = 1_000_000
 
@@ -160,46 +157,3 @@ def test_groups_are_trained_once() -> None:
     assert ledger.waiting(11.0) == [10.0]
     assert "is trained in step 1 and in step 2" in next(iter(ledger.batch(2, [1, 2])))
     assert "had [1] before" in next(iter(ledger.batch(1, [3])))
-
-
-def test_what_grows_is_found_and_what_swings_is_not() -> None:
-    rng, growth = random.Random(1), Growth()
-    found: list[str] = []
-    for age in range(0, 1800, 5):
-        noise = (200 << 20) + rng.gauss(0, 5 << 20)
-        found += growth.note("grows", age, {"memory": noise + age * 40_000, "descriptors": 30.0})
-        found += growth.note("swings", age, {"memory": noise, "descriptors": 30.0 + age % 7})
-    assert len(found) == 1
-    assert "the memory of grows grew" in found[0]
-
-
-def test_a_recovery_is_counted_from_rounds_that_began_after_the_fault() -> None:
-    recovery = Recovery()
-    for moment in range(5):
-        for peer in ("a", "b"):
-            recovery.round("run", peer, 0.5, float(moment))
-    recovery.strike(Strike(1, 4.5, FaultKind.KILL, "c"), "run", {"a", "b"}, 4.5)
-    recovery.round("run", "a", 1.0, 5.0)  # it had begun before
-    recovery.round("run", "a", 0.1, 6.0)
-    recovery.round("run", "b", 0.1, 8.4)
-    assert list(recovery.tick(20.0)) == []
-    assert [round(seconds, 3) for seconds in recovery.seconds] == [3.9]
-    assert recovery.over == 0  # two rounds of a second, and two seconds for a group
-
-
-def test_a_peer_that_never_averages_again_is_found() -> None:
-    recovery = Recovery()
-    recovery.strike(Strike(1, 0.0, FaultKind.KILL, "c"), "run", {"a", "b"}, 0.0)
-    recovery.round("run", "a", 0.1, 1.0)
-    assert list(recovery.tick(100.0)) == []
-    assert "b of run have no fault and have finished no round" in next(iter(recovery.tick(200.0)))
-
-
-def test_versions_with_two_contents_and_versions_that_go_back_are_found() -> None:
-    judge = Judge()
-    for who, version, digest in (("f0", 4, "x"), ("f1", 4, "x"), ("f0", 5, "y"), ("f1", 5, "z"), ("f0", 3, "w")):
-        event = {"event": "version", "version": version, "digest": digest}
-        judge.take("weights", who, 0, 1, 0, event, 0.0)
-    assert len(judge.violations) == 2
-    assert "weights 5 is z at f1, but y at f0" in judge.violations[0]
-    assert "went back from 5 to 3" in judge.violations[1]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from msgspec import msgpack
 
-from averaging.protocol.messages import COMPRESSIONS, AveragingData, DownloadData, MessageCode, WireTensor
+from averaging.protocol.messages import COMPRESSIONS, DownloadData, WireTensor
 from averaging.tensors.compression import encode
 
 ENDPOINTS = ["", "peer:1", "peer:2", "peer:3", "client::1", "no endpoint", "h:0", "h:99999", "\x00:1", "ü" * 300]
@@ -94,16 +94,6 @@ def wire_tensors(draw: st.DrawFn, numels: Sequence[int] = (0, 1, 5)) -> WireTens
         draw(st.sampled_from(DTYPES)),
         draw(st.integers(0, 20)),
         draw(st.sampled_from([0, 0, 1, 2, 2**31 - 1])),
-    )
-
-
-def averaging_data(group_ids: Sequence[bytes], numels: Sequence[int]) -> st.SearchStrategy[AveragingData]:
-    return st.builds(
-        AveragingData,
-        code=st.sampled_from([MessageCode.PART_FOR_AVERAGING, MessageCode.AVERAGED_PART, *MessageCode]),
-        group_id=st.sampled_from(group_ids),
-        endpoint=st.sampled_from(["peer:3", *ENDPOINTS]),
-        tensor_part=st.one_of(st.none(), wire_tensors(numels), wire_tensors(numels)),
     )
 
 

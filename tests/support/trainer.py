@@ -5,7 +5,6 @@ what its `way` says:
 
 - `commanded` waits for a line, trains to a global step, prints `step` after each with a digest of the model, then
   `done`, and serves until another line comes;
-- `together` waits for the others, makes local steps, and finishes with them: `found`, `finished`;
 - `until ended` trains until it gets a signal, and prints `round` for each receipt, and if it handles SIGTERM itself
   `handled`, and `left` when it has ended its loop.
 """
@@ -124,8 +123,6 @@ def main(options: dict[str, Any]) -> None:
     where = {"endpoint": opt.endpoint, "metrics": opt.metrics_endpoint}
     tell("ready", **where, global_step=opt.global_step, loss=loss_of(model))
     match options.get("way"):
-        case "together":
-            train_together(opt, model, options)
         case "until ended":
             train_until_ended(opt, model, options, handled)
         case _:
@@ -161,16 +158,6 @@ def train_as_commanded(
     tell("done", step=opt.global_step, loss=loss_of(model), lost=ledger.error() if ledger else 0.0)
     sys.stdin.readline()
     opt.close()
-
-
-def train_together(opt: DecentralizedAverager, model: torch.nn.Module, options: dict[str, Any]) -> None:
-    with opt:
-        tell("found", peers=opt.wait_for_peers(options["peers"], 60.0), digest=digest(model.parameters()))
-        for drawn in range(options["steps"]):
-            backward(model, batch_of(options["number"] * 1000 + drawn, BATCH))
-            opt.step(batch_size=BATCH)
-        finish = opt.finish()
-        tell("finished", alike=finish.alike, text=str(finish), digest=digest(model.parameters()))
 
 
 def train_until_ended(

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from averaging import WeightPublisher
 from averaging.weights import publisher as publishing
@@ -54,7 +53,7 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
 
 
-@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C", "its terminal closes"])
+@pytest.mark.parametrize("end", ["its time is over", "its terminal closes"])
 def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
     child = tmp_path / "child"
@@ -173,10 +172,7 @@ def test_a_version_that_is_never_published(tmp_path: Path) -> None:
     ("write", "arguments", "code", "told"),
     [
         (lambda path: path.write_bytes(b"mine"), [], 2, "give --overwrite"),
-        (lambda path: save_file({"w": torch.zeros(2)}, path), [], 2, "give --overwrite"),
-        (lambda path: path.mkdir(), [], 2, "Error"),
         (lambda path: None, ["--wait", "3"], 2, "--wait needs --once"),
-        (lambda path: None, ["--token-file", "nowhere"], 2, "--token-file nowhere cannot be read"),
         (lambda path: None, ["--timeout", "0.3"], 1, "no publisher answered within 0.3 s"),
     ],
 )
@@ -193,10 +189,11 @@ def test_what_cannot_work_is_told(
 
 
 def test_ctrl_c_before_anything_was_published(tmp_path: Path) -> None:
-    with Publishing(WeightPublisher()) as endpoint:
-        for arguments, code in (((), 0), (("--once",), 130)):
-            with follow(endpoint, tmp_path / "now.safetensors", *arguments) as process:
-                process.expect("ready")
-                process.signal(signal.SIGINT)
-                assert process.wait() == code
+    with (
+        Publishing(WeightPublisher()) as endpoint,
+        follow(endpoint, tmp_path / "now.safetensors", "--once") as process,
+    ):
+        process.expect("ready")
+        process.signal(signal.SIGINT)
+        assert process.wait() == 130
     assert list(tmp_path.iterdir()) == []

@@ -93,10 +93,8 @@ def test_weights_of_another_model_end_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "base", "--keep", "0"], "--keep"),
         (["--config", "nowhere"], "there is no directory nowhere"),
         (["--config", "base", "--output", "base"], "which this command has not written"),
-        (["--config", "base", "--output", "deep/er"], "there is no directory"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
