@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Receipt, Strategy
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
@@ -28,19 +28,6 @@ def said(averager: DecentralizedAverager) -> str:
 
 
 # Rounds
-
-
-def test_two_train_apart_and_are_equal_after_each_round(start: Start) -> None:
-    receipts: list[Receipt] = []
-    run = run_of(start, 2, partial(LocalSGD, 4), adamw, on_round=receipts.append)
-    one, other = run.averagers
-    run.each(lambda number: steps(run, number, range(10 * number, 10 * number + 3)))
-    assert not equal(*run.parameters())
-    run.each(lambda number: step(run, number, 10 * number + 3))
-    assert equal(*run.parameters())
-    assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2
-    assert set(receipts[0].members) == {one.endpoint, other.endpoint} == one.peers
-    assert one.model_version == other.model_version == 2
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(2), LocalSGD(2, overlap=True), DiLoCo(2), GradientAveraging(8)])

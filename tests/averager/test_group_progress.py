@@ -68,19 +68,6 @@ def test_what_the_steps_change_travels_and_hyperparameters_stay() -> None:
     assert known.keys == {"count", "scale", "trace", "last", "late"}
 
 
-def test_steps_made_before_anybody_looked_count_where_no_constructor_has_such_an_argument() -> None:
-    class Renamed(Decaying):
-        def __init__(self, params: Any, *rest: Any, **options: Any) -> None:
-            super().__init__(params, *rest, **options)
-
-    optimizer = Renamed([torch.nn.Parameter(torch.ones(3))])
-    stepped(optimizer, 2)
-    optimizer.param_groups[0]["lr"] = 0.3
-    optimizer.param_groups[0]["name"] = 5
-    (progress,) = GroupProgress(optimizer).values()
-    assert progress == {"scale": pytest.approx(0.81)}
-
-
 @pytest.mark.parametrize(
     "make", [lambda o: StepLR(o, 1), lambda o: OneCycleLR(o, 1.0, total_steps=20)], ids=["StepLR", "OneCycleLR"]
 )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from averaging import Outcome, Peer, Receipt
 from averaging.receipts.receipt_log import loads, read
-from tests.support.grpc_fakes import RECEIPT, FakePeer, client, serving
+from tests.support.grpc_fakes import client
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 
@@ -43,13 +43,6 @@ async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
         await watching  # the first peer's leaving ends it, in order
         assert [receipt.outcome for receipt in given] == [Outcome.AVERAGED] * 2
         assert seen == [replace(receipt, gathered={}) for receipt in given]
-
-
-async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
-    async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint), client() as watcher:
-        watched = [one async for one in watcher.watch_rounds(endpoint, 3)]
-    assert [one.skipped for one in watched] == [0, 1, 2]
-    assert {one.receipt.round for one in watched} == {RECEIPT.round}
 
 
 def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

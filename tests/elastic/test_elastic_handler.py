@@ -272,8 +272,6 @@ def test_tls_and_a_token(nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_errors_say_at_once_what_to_do(nodes: Nodes) -> None:
-    with pytest.raises(ConfigError, match="did you mean token_file"):
-        nodes.node(token="x")
     with pytest.raises(ConfigError, match="--rdzv-id has 201 bytes"):
         nodes.node(run_id="x" * 201)
     with pytest.raises(RendezvousConnectionError, match="unknown host"):

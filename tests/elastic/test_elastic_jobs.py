@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import pytest
 
 from tests.elastic.jobs import PATIENCE, Job, Node
 from tests.support.certificates import token_file
-from tests.support.processes import JsonProcess, averaging_process
+from tests.support.processes import JsonProcess, averaging_command, averaging_process
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -182,3 +183,34 @@ def test_every_serving_peer_is_a_register(stack: ExitStack, tmp_path: Path) -> N
     stranger = Job(stack, tmp_path, "1:2", endpoint=endpoint).node()
     assert stranger.wait(PATIENCE) != 0
     assert "the register refuses this node" in stranger.stderr
+
+
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def leaving_job() -> JsonProcess:
+    trains = {"strategy": "local", "way": "until ended", "every": 2, "peers": 1, "patient": True}
+    options = json.dumps({**trains, "options": {"leave_on": ["SIGTERM", "SIGUSR1"]}})
+    torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3")
+    return JsonProcess(*torchrun, SIGNALS, "-m", "tests.support.trainer", options)
+
+
+@long
+def test_a_worker_that_is_asked_to_leave_is_not_started_again() -> None:
+    with leaving_job() as process:
+        endpoint = process.expect("ready", PATIENCE)["endpoint"]
+        told = averaging_command("leave", endpoint)
+        assert told.returncode == 0, told.stderr
+        assert process.wait(PATIENCE) != 0
+        assert len(process.events("ready")) == 1
+        assert "the averager of run 'run' has left" in process.stderr
+
+
+@long
+def test_a_worker_leaves_on_a_signal_that_torchrun_hands_on() -> None:
+    with leaving_job() as process:
+        process.expect("ready", PATIENCE)
+        process.signal(signal.SIGUSR1)
+        assert process.wait(PATIENCE) != 0
+        assert len(process.events("ready")) == 1
+        assert "the averager of run 'run' has left" in process.stderr

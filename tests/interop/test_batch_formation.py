@@ -108,13 +108,3 @@ def test_with_reservations_groups_of_one_size_make_the_same_batches(
     )
     ours = form_batch([size] * len(envs), envs, target, reservations(target, wanted))
     assert ours == (None if batch is None else sorted(batch))
-
-
-@given(st.lists(st.integers(1, 8), max_size=10), st.integers(1, 12))
-@SETTINGS
-def test_buffered_groups_that_add_up(sizes: list[int], target: int) -> None:
-    found = library().find_groups_summing_to_target(queue_of([(size, 0) for size in sizes]), target)
-    ours = exact_sum(sizes, target)
-    assert (ours is None) == (not found)
-    if ours is not None:
-        assert sum(sizes[index] for index in ours) == sum(sizes[index] for index in found) == target

@@ -299,17 +299,6 @@ def test_a_result_that_comes_after_a_checkpoint_was_loaded_is_not_put_on_top(
     assert torch.equal(parameters_of(model)[0], weights["weight"])
 
 
-def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: Start) -> None:
-    run = start()
-    opt = run.add(DiLoCo(3), SGD)
-    saved = opt.state_dict()
-    other = start()
-    local = other.add(LocalSGD(3), SGD)
-    with pytest.raises(ConfigError, match="its strategy is DiLoCo, but this peer's is LocalSGD"):
-        local.load_state_dict(saved)
-    assert local.local_step == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -330,12 +319,6 @@ def test_a_checkpoint_of_another_strategy_is_refused_and_changes_nothing(start: 
 def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiLoCo(**arguments)
-
-
-@pytest.mark.parametrize("make", [partial(LocalSGD, 10), partial(GradientAveraging, 10)])
-def test_only_changes_can_be_sent_with_top_k(make: Callable[..., Strategy]) -> None:
-    with pytest.raises(ConfigError, match=r"LocalSGD.of_changes\(sync_every, compression='top_k'"):
-        make(compression="top_k")
 
 
 def test_local_sgd_of_changes_is_diloco_with_the_plainest_outer_optimizer(start: Start) -> None:

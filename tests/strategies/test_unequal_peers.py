@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
-from averaging.errors import ConfigError, StateError
-from averaging.training import History, Progress
-from tests.support.training import SGD, Start, model_of, step
+from averaging.errors import ConfigError
+from tests.support.training import SGD, Start, step
 from tests.support.training_run import Noise, Run, Site, agree
 
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {
@@ -23,20 +21,6 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
     "diloco": DiLoCo,
     "gradients": lambda steps: GradientAveraging(4 * steps),
 }
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-@pytest.mark.parametrize("bfloat16_first", [False, True])
-def test_a_model_of_another_dtype_is_refused_by_name(start: Start, kind: str, bfloat16_first: bool) -> None:
-    dtypes = [torch.bfloat16, torch.float32] if bfloat16_first else [torch.float32, torch.bfloat16]
-    run = start()
-    first = run.add(STRATEGIES[kind](4), SGD, model_of(0, dtypes[0]))
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    with pytest.raises(StateError) as raised:
-        run.add(STRATEGIES[kind](4), SGD, model_of(0, dtypes[1]))
-    assert f"{first.endpoint}: its tensor '0.weight' is {names[0]}[7, 5], here '0.weight' is {names[1]}" in str(
-        raised.value
-    )
 
 
 top_k = partial(DiLoCo, 2, compression="top_k")

@@ -147,14 +147,6 @@ def test_a_batch_size_that_is_given_counts(
     assert strategy.told == counted
 
 
-@pytest.mark.parametrize(("ends", "weight", "steps"), [({"max_steps": 3}, "samples", 3), ({"max_epochs": 2}, 1.0, 12)])
-def test_steps_or_epochs_are_the_end(ends: dict[str, int], weight: Any, steps: int, tmp_path: Path) -> None:
-    model = Averaged(LocalSGD(4), weight=weight)
-    trainer_of(tmp_path, **ends).fit(model, data_of(21))
-    assert model.opt is not None
-    assert model.opt.local_step == steps
-
-
 def test_an_error_closes_the_averager(tmp_path: Path) -> None:
     class Failing(Averaged):
         def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:

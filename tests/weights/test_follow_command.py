@@ -95,22 +95,6 @@ def _lives(number: int) -> bool:
         return False
 
 
-def test_a_command_that_is_started_again_receives_only_what_changed(tmp_path: Path) -> None:
-    publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
-    publisher.publish_now(weights, 1)
-    with Publishing(publisher) as endpoint:
-        for version, most in ((1, 5 << 20), (1, 0), (2, 400_000)):
-            if version > 1:
-                weights = stepped(weights)
-                publisher.publish_now(weights, version)
-            with follow(endpoint, path, "--once") as process:
-                written = process.expect("written")
-                assert process.wait() == 0
-            assert written["version"] == version
-            assert written["received"] <= most
-            assert same(load_file(path), weights)
-
-
 def test_a_full_disk_leaves_the_old_file_and_the_next_version_is_tried(tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
     publisher.publish_now(weights, 1)

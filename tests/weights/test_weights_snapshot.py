@@ -134,32 +134,3 @@ def test_buckets_have_each_tensor_once_and_fit_in_a_piece(kinds: list[tuple[str,
         assert bucket.nbytes == sum(spec.nbytes for spec in inside)
         assert len(inside) == 1 or bucket.nbytes <= 4096
     assert all(stop - start == spec.nbytes for spec, (_, start, stop) in zip(specs, layout.places, strict=True))
-
-
-def many(count: int) -> dict[str, torch.Tensor]:
-    """Small tensors, some of which are empty, not contiguous, or of another dtype of the same size."""
-    return {
-        f"{number}": (
-            torch.randint(9, (2, number), dtype=torch.int32)
-            if number % 7 == 3
-            else torch.randn(number, 3).T[: number % 4]
-        )
-        for number in range(count)
-    }
-
-
-def test_small_tensors_travel_in_one_piece_each_way() -> None:
-    first, second = many(40), many(40) | {"extra": torch.zeros(3, dtype=torch.int64)}
-    old = seal(begin_copy(first | {"extra": torch.zeros(3, dtype=torch.int64)}), 1, None)
-    new = seal(begin_copy(second), 2, old)
-    assert new.manifest.layout.count == 2
-    assert all(torch.equal(tensor, second[name]) for name, tensor in new.tensors().items())
-    assert new.buffers[1] is old.buffers[1]
-    incoming = Incoming(new.manifest, old)
-    assert incoming.missing() == [0]
-    with pytest.raises(ProtocolViolationError, match="tensors '0' to '39' that does not match"):
-        incoming.add(0, Coding.RAW, old.piece(0).tobytes())
-    incoming.add(0, *encode(new.piece(0), old.piece(0), 4))
-    received = incoming.finish()
-    assert received.manifest == new.manifest
-    assert all(torch.equal(tensor, second[name]) for name, tensor in received.tensors().items())
