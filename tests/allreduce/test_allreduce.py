@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 import torch
 
 from averaging.allreduce import RoundResult
 from averaging.protocol.group import Member, Mode, ReplyForm
-from averaging.protocol.messages import COMPRESSIONS, AveragingData, CompressionType, MessageCode
-from averaging.tensors.compression import encode
+from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.testing import virtual_time
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 from tests.support.selection import rest_is_long
-from tests.support.simulated import in_virtual_time
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -110,38 +107,3 @@ def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
         for dropped in result.dropped:
             assert dropped.endpoint != name
             assert dropped.reason
-
-
-def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
-    simulation = Simulation(1, nodes(3))
-
-    async def once_more(replies: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for reply in replies:
-            yield reply
-        yield reply
-
-    simulation.change_replies("peer:1", once_more)
-    virtual_time.run(simulation.run())
-    assert simulation.failures == {}
-    for name, result in simulation.results.items():
-        assert result.dropped == ()
-        assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[torch.float32])
-
-
-@in_virtual_time
-async def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    simulation = Simulation(1, nodes(2))
-    reducing = simulation.rounds["peer:1"]._reducing
-    part = AveragingData(
-        MessageCode.PART_FOR_AVERAGING,
-        simulation.group.group_id,
-        "peer:2",
-        encode(torch.ones(16), CompressionType.NONE),
-    )
-    serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
-    answer = asyncio.ensure_future(anext(serving))
-    await asyncio.sleep(0)  # the stream is open and its parts are not read yet
-    reducing.drop_unfinished("the round's deadline passed")
-    assert (await answer).code is MessageCode.CANCELLED
-    await serving.aclose()
-    assert caplog.records == []

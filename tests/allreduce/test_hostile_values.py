@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import random
 import re
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from averaging.protocol import AveragingData, CompressionType, MeanOver, TopK, WireTensor
+from averaging.protocol import AveragingData, CompressionType, TopK, WireTensor
 from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import COMPRESSIONS
 from averaging.receipts import DropCode
@@ -185,38 +183,3 @@ def test_invalid_replies_are_not_adopted(forge: Rewrite, reason: str) -> None:
         (lost,) = result.dropped
         assert re.search(reason, lost.reason), lost.reason
         assert result.kept_local == sum(part.numel for part, who in simulated.parts.items() if who == HOSTILE) > 0
-
-
-def spoilt(rng: random.Random, message: AveragingData) -> AveragingData:
-    """The message with some random bytes, of another length, or of another code."""
-    wire = message.tensor_part
-    if wire is None or rng.random() < 0.5:
-        return message
-    held = bytearray(wire.buffer)
-    match rng.randrange(4):
-        case 0:
-            held = held[: rng.randrange(len(held) + 1)]
-        case 1:
-            held[0] = rng.randrange(6)  # the form of a reply
-        case 2:
-            wire = replace(wire, compression=rng.choice([0, 17, 18, 19, 99]))
-        case _:
-            for _ in range(rng.choice([1, 3, 20])):
-                held[rng.randrange(len(held))] = rng.randrange(256)
-    return replace(message, tensor_part=wire.with_buffer(bytes(held)), encoded=[])
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_bytes_end_no_round_and_leave_no_infinity(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    rng = random.Random(seed)
-    top_k = TopK(rng.choice([1 / 64, 1 / 4]), rng.choice([2, 4, 8]), rng.choice(list(MeanOver)))
-    simulated = SparseSimulation(seed, nodes(rng.choice([2, 3, 5])), [(64, 128), (30,)], top_k=top_k)
-    change = simulated.change_sent if seed % 2 else simulated.change_replies
-    change(HOSTILE, lambda messages: changed(messages, lambda message: spoilt(rng, message)))
-    virtual_time.run(simulated.run())
-    assert simulated.failures == {}
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    for name, result in simulated.results.items():
-        if name != HOSTILE:
-            assert {lost.endpoint for lost in result.dropped} <= {HOSTILE}
-            assert not any(bool(tensor.isinf().any()) for tensor in simulated.averages[name])

@@ -61,19 +61,6 @@ def test_changes_are_given_once_and_a_round_again_when_a_receipt_comes() -> None
     assert history.everything()["points"] == first["points"]
 
 
-def test_the_reasons_are_in_words() -> None:
-    history = filled(receipt(ENDPOINTS[0], lost=ENDPOINTS[2]), receipt(ENDPOINTS[1], lost=ENDPOINTS[2]))
-    (shown,) = history.everything()["rounds"]
-    assert shown["fault"]
-    details = history.details(shown["id"])
-    assert details is not None
-    assert details["text"] == shown["text"]
-    assert f"2 of 3 in 3.00 s (all-reduce 2.00 s); {ENDPOINTS[2]} dropped, sent nothing for 4.1 s" in details["text"]
-    assert details["missing"] == [ENDPOINTS[2]]
-    assert f"{ENDPOINTS[2]} dropped, sent nothing for 4.1 s" in details["receipts"][0]["words"]
-    assert history.details("unknown") is None
-
-
 def test_the_graph_is_that_of_the_latest_averaged_round() -> None:
     accounts = (
         Account(ENDPOINTS[0], share=0.5),

@@ -63,17 +63,6 @@ async def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch
 
 
 @in_virtual_time
-async def test_records_of_one_tick_travel_in_one_message() -> None:
-    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6)) as swarm:
-        peers = await swarm.grow(16)
-        before = swarm.network.calls["push"]
-        for number in range(20):
-            await peers[3].store(KEY, f"a:{number + 1}", b"", in_an_hour())
-        await until(everywhere(peers, KEY, {f"a:{number + 1}" for number in range(20)}), within=1)
-        assert swarm.network.calls["push"] - before == 15
-
-
-@in_virtual_time
 async def test_peers_that_hold_the_same_compare_a_hash_and_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     complete: list[bool] = []
     exchange = GossipDiscovery.exchange
@@ -193,22 +182,6 @@ async def test_forged_foreign_and_oversized_records_are_refused_and_counted(capl
         assert {subkey: entry.value for subkey, entry in peer.get(KEY).items()} == {"mine:1": b"mine", "a:1": b""}
         assert peer.refused == {Reason.FORGED: 6, Reason.OVERSIZED: 3, Reason.TOO_FAR: 3, Reason.FOREIGN: 1}
         assert len([one for one in caplog.records if "refused a record" in one.message]) == 4
-
-
-@in_virtual_time
-async def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
-    async with GossipSwarm(30) as swarm:
-        await joined(swarm.start("peer-0:1"))
-        swarm.settings = GossipSettings(limits=RecordLimits(records_per_owner=1000))  # for the second peer only
-        await joined(swarm.start("peer-1:1", ["peer-0:1"]))
-        for number in range(300):
-            await swarm["peer-1:1"].store(KEY, f"a:{number}", b"", in_an_hour())
-        with caplog.at_level(logging.WARNING):
-            await asyncio.sleep(1)
-        expected = [one.message for one in caplog.records if "peer-0:1 refuses this peer's record" in one.message]
-        assert len(expected) == 1
-        assert Reason.OWNER_FULL in expected[0]
-        assert len(swarm["peer-0:1"].get(KEY)) == 255
 
 
 @pytest.mark.parametrize("reachable", [True, False])

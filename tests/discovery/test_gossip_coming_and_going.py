@@ -10,7 +10,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting
+from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS
 from averaging.errors import CallRefusedError, ClosedError, JoinError
 from averaging.protocol.messages import Digest, ExchangeReply
 from averaging.testing import virtual_time
@@ -190,21 +190,6 @@ async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
 
 
 @in_virtual_time
-async def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with GossipSwarm(20) as swarm:
-        await swarm.grow(2)
-        host = swarm.hosts.pop("peer-1:1")
-
-        def broken(*_: object) -> None:
-            raise ZeroDivisionError
-
-        monkeypatch.setattr(host.discovery._members, "pick", broken)
-        with pytest.raises(ExceptionGroup) as caught:
-            await host.task
-        assert caught.group_contains(ZeroDivisionError)
-
-
-@in_virtual_time
 async def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
     async with GossipSwarm(21) as swarm:
         for error in (KeyError("mine"), asyncio.CancelledError()):
@@ -294,32 +279,6 @@ async def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() 
 
 
 # What is logged meanwhile
-
-
-@in_virtual_time
-async def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_intervals(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    reports: list[tuple[float, Waiting]] = []
-    caplog.set_level(logging.INFO, "averaging.discovery.gossip.bootstrap")
-    async with GossipSwarm(54) as swarm:
-        swarm.network.freeze("frozen:1")
-        host = swarm.start(
-            "a:1",
-            ["dead:1", "frozen:1"],
-            join_timeout=40.0,
-            on_joining=lambda waiting: reports.append((now(), waiting)),
-        )
-        with pytest.raises(JoinError):
-            await joined(host)
-        del swarm.hosts["a:1"]
-    assert [moment for moment, _ in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
-    assert [waiting.seconds for _, waiting in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
-    assert all(waiting.reasons == {"dead:1": "connection refused", "frozen:1": "no answer"} for _, waiting in reports)
-    assert caplog.messages[0] == (
-        "no peer to join has answered for 1 s (dead:1: connection refused; frozen:1: no answer); giving up after 40 s"
-    )
-    assert len(caplog.messages) == len(reports)
 
 
 # Clocks

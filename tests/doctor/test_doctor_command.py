@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.ports import free_address
-from tests.support.processes import JsonProcess, averaging_command, averaging_process
+from tests.support.processes import averaging_command, averaging_process
 
 MODEL = {"layer.weight": torch.ones(30, 20, dtype=torch.bfloat16), "layer.bias": torch.ones(30), "seen": torch.ones(1)}
 
@@ -113,15 +112,3 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "libstdc++.so.6 is too old" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_ctrl_c_ends_it_at_once() -> None:
-    """While it waits for a listener that says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as stack:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        process: JsonProcess = stack.enter_context(averaging_process("doctor", "--join", address))
-        process.expect("finding")
-        silent.accept()[0].close()
-        process.signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert "Traceback" not in process.stderr

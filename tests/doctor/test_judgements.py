@@ -15,7 +15,6 @@ from averaging.doctor.checks import MAX_FINDING
 from averaging.doctor.other_peer import (
     Visit,
     difference_of,
-    judge_bandwidth,
     judge_call_back,
     judge_clock,
     judge_options,
@@ -29,8 +28,6 @@ from averaging.tensors import Schema, describe
 from averaging.wire import probe_pb2
 
 ANY = st.text() | st.just("\x1b[2J" + "x" * 10_000)
-
-MBIT = 125_000.0
 
 
 def peer(schema: Schema | None = None, strategy: str = "") -> Visit:
@@ -126,12 +123,3 @@ def test_every_outcome_has_its_finding(outcome: str, listened: bool) -> None:
     fine = outcome == DialOutcome.REACHED or (outcome == DialOutcome.OTHER and not listened)
     assert (found.severity is Severity.OK) == fine
     assert bool(found.remedy) == (not fine)
-
-
-def test_bandwidth_is_compared_with_what_the_options_need() -> None:
-    finding = judge_bandwidth(peer(), (94 * MBIT, 40 * MBIT))
-    assert finding.severity is Severity.OK
-    assert finding.text == "94 Mbit/s to the peer, 40 Mbit/s from it, over one connection"
-    slow = judge_bandwidth(peer(), (94 * MBIT, 0.1 * MBIT))
-    assert slow.severity is Severity.FAILURE
-    assert "group_size" in slow.remedy

@@ -21,14 +21,14 @@ from averaging import Peer, PeerConfig
 from averaging.doctor import Severity, connections, other_peer
 from averaging.errors import PeerUnreachableError
 from averaging.peer import PeerContext
-from averaging.probe import ECHO, SOFTWARE, greeting_of
+from averaging.probe import ECHO, SOFTWARE
 from averaging.receipts import TrainingProgress
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.security.ca import issue, make_authority
 from averaging.seeds.sources import EtcdSeeds
 from averaging.tensors import Schema, describe
 from tests.doctor.doctors import about, examined, wrong
-from tests.support.certificates import NOW, authority, stored, token_file, write
+from tests.support.certificates import NOW, stored, token_file, write
 from tests.support.ports import free_address, free_port
 from tests.transport.test_proxies import NAME, connecting
 
@@ -123,17 +123,6 @@ async def test_a_certificate_for_another_name_and_of_another_authority(tmp_path:
     assert "was not issued by an authority" in wrong(own)["certificate"]
 
 
-async def test_a_peer_refuses_an_authority_that_it_does_not_know(tmp_path: Path) -> None:
-    """This side trusts both authorities, the peer trusts one."""
-    ours: dict[str, Any] = write(tmp_path / "a", "127.0.0.1", of="another")
-    both = tmp_path / "both.pem"
-    both.write_bytes(authority("run").certificate + authority("another").certificate)
-    theirs: dict[str, Any] = write(tmp_path / "b", "127.0.0.1")
-    async with Peer(MODEL, run_id="run", **theirs) as peer:
-        found = await examined(peer.endpoint, **ours | {"tls_ca": both})
-    assert "its authority is unknown there" in wrong(found)["tls"]
-
-
 async def test_tls_on_one_side_only(tmp_path: Path) -> None:
     files: dict[str, Any] = write(tmp_path, "127.0.0.1")
     async with Peer(MODEL, run_id="run", **files) as peer:
@@ -150,26 +139,6 @@ async def test_a_closed_port_and_an_unknown_host() -> None:
     assert (closed.check, unknown.check) == ("tcp", "addresses")
     assert "connection refused" in closed.text
     assert "unknown host" in unknown.text
-
-
-async def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name with an address at which nobody listens, and one at which the peer does."""
-    async with Peer(MODEL, run_id="run") as peer:
-        port = int(peer.endpoint.rpartition(":")[2])
-        real = socket.getaddrinfo
-
-        def both(host: Any, *rest: Any, **more: Any) -> Any:
-            if host == "two.localhost":
-                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("127.0.0.9", "127.0.0.1")]
-            return real(host, *rest, **more)
-
-        monkeypatch.setattr(socket, "getaddrinfo", both)
-        found = await examined(f"two.localhost:{port}")
-    assert about(found, "addresses")[0].text == "two.localhost is 127.0.0.9, 127.0.0.1"
-    [connected] = about(found, "tcp")
-    assert connected.severity is Severity.WARNING
-    assert "127.0.0.9: connection refused" in connected.text
-    assert "127.0.0.1: connected in" in connected.text
 
 
 async def test_a_schema_that_differs_is_named() -> None:
@@ -225,29 +194,6 @@ async def test_a_standstill_between_two_readings_of_the_clocks_is_within_the_bou
     assert answer is not None
     finding = other_peer.judge_clock(peer, answer)
     assert finding.severity is not Severity.FAILURE, finding.text
-
-
-async def test_the_port_of_a_peer_of_the_run_is_taken_by_it() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    async with Peer(MODEL, run_id="run") as seed, Peer(MODEL, run_id="run", listen=address, join=[seed.endpoint]):
-        found = await examined(seed.endpoint, listen=address)
-        strange = await examined(seed.endpoint, listen=address, run_id="other")
-    assert wrong(found) == {}
-    assert "is up at" in about(found, "port")[0].text
-    assert "where something listens already" in about(found, "call-back")[0].text
-    assert "the port is taken" in wrong(strange)["port"]
-
-
-async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -> None:
-    seeds = tmp_path / "seeds"
-    async with Peer(MODEL, run_id="run") as peer:
-        endpoint = peer.endpoint
-        seeds.write_text(f"{endpoint}\n")
-        found = await examined(f"file:{seeds}")
-        missing = await examined(f"file:{tmp_path / 'none'}")
-    assert endpoint in about(found, "join")[0].text
-    assert about(found, "schema", endpoint)[0].severity is Severity.OK
-    assert "none" in wrong(missing)["join"]
 
 
 async def test_etcd_is_read_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,16 +295,6 @@ async def test_with_tls_a_caller_is_called_back_at_the_hosts_of_its_certificate_
         other = await examined(peer.endpoint, listen=free_address(), advertise=f"localhost:{free_port()}", **files)
     assert about(fits, "call-back")[0].severity is Severity.OK
     assert "its certificate is for 127.0.0.1" in about(other, "call-back")[0].text
-
-
-async def test_a_listener_on_all_addresses_is_reached_over_both_families() -> None:
-    nonce = bytes(16)
-    async with connections.listening(PeerConfig(run_id="run", listen="0.0.0.0:0", insecure=True), nonce) as port:
-        for host in ("127.0.0.1", "::1"):
-            reader, writer = await asyncio.open_connection(host, port)
-            assert await reader.read() == greeting_of(nonce)
-            writer.close()
-            await writer.wait_closed()
 
 
 async def test_the_strategies_are_compared() -> None:

@@ -102,14 +102,6 @@ def test_only_its_leader_knows_when_a_client_arrived() -> None:
     assert named(arrivals.last(members, since=98.0)) == (CLIENT, pytest.approx(8.3))
 
 
-def test_a_member_is_not_reported_if_an_unknown_client_may_have_been_later() -> None:
-    arrivals = observed(LATE)
-    members = (*ALL, CLIENT)
-    assert named(arrivals.last(members, since=98.0)) == (LATE, pytest.approx(8.8))
-    arrivals.set_ready(109.0 + 8.9)
-    assert arrivals.last(members, since=98.0) is None
-
-
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 def test_the_reported_member_is_the_last_of_the_sorted_arrivals(
     moments: list[float], before: float, after: float

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from averaging import Outcome, Peer, Receipt
 from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.receipts.receipt import DropCode
 from averaging.testing.transport import MemoryTransport
-from tests.support.peers import average, enter
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, entered, scalars, together
 
@@ -133,20 +131,3 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
         assert one.dropped[0].code in (DropCode.CANCELLED, DropCode.REFUSED)
         assert one.allreduce_seconds < 1.5  # min_stall_timeout: it is not proved who sent the message that it leaves
         assert one.outcome is (Outcome.AVERAGED if others > 1 else Outcome.FAILED), one
-
-
-@pytest.mark.usefixtures("nothing_is_left_behind")
-async def test_no_group_begins_that_is_too_small_for_one_of_its_followers() -> None:
-    async with AsyncExitStack() as stack:
-        tensors = [{"w": torch.full((4,), float(number))} for number in range(3)]
-        leading = await enter(stack, tensors[0], group_wait=2.0, round_timeout=3.0, group_size=4)
-        joined = {"join": [leading.endpoint], "round_timeout": 3.0, "group_size": 4}
-        wanting = await enter(stack, tensors[1], group_wait=3.0, min_group_size=3, **joined)
-        for receipt in await average(leading, wanting):
-            assert receipt.outcome is Outcome.NO_GROUP, receipt
-        assert "no group of at least 3 came together" in receipt.reason
-        assert [tensor["w"].tolist() for tensor in tensors] == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
-        third = await enter(stack, tensors[2], group_wait=2.5, **joined)
-        for receipt in await average(leading, wanting, third):
-            assert receipt.outcome is Outcome.AVERAGED, receipt
-            assert len(receipt.members) == 3

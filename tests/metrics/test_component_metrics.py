@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from averaging import WeightFollower, WeightPublisher
 from averaging.elastic.register import GrpcRegister
@@ -45,23 +44,6 @@ def test_a_follower_tells_how_old_its_weights_are() -> None:
         assert page["averaging_follower_newest_version"][()] == 3
         assert page["averaging_follower_connected"][()] == 1
         assert page["averaging_follower_bytes_total"][("received",)] > 0
-
-
-def test_the_command_follow(tmp_path: Path) -> None:
-    publisher, weights = WeightPublisher(), state()
-    output = str(tmp_path / "now.safetensors")
-    with (
-        Publishing(publisher) as endpoint,
-        averaging_process("follow", endpoint, "--output", output, "--metrics-listen", ANY_PORT) as process,
-    ):
-        here = process.expect("ready")["metrics"]
-        assert http_get(here, "/readyz") == (503, "no version is written yet\n")
-        publisher.publish_now(weights, 5)
-        process.expect("written")
-        assert http_get(here, "/readyz") == (200, "ready\n")
-        page = asyncio.run(eventually(here, lambda page: "averaging_follower_version" in page))
-        assert page["averaging_follower_version"][()] == page["averaging_follower_newest_version"][()] == 5
-        assert page["averaging_follower_staleness_seconds"][()] == 0
 
 
 def test_the_command_register() -> None:

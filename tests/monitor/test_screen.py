@@ -11,10 +11,10 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text, snapshot_json
+from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text
 from averaging.monitor.history import LEAST_WINDOW, WINDOW, PeerHistory
-from averaging.monitor.table import COLUMNS, MAX_CELL, age, compact
-from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, TrainingProgress
+from averaging.monitor.table import COLUMNS, MAX_CELL
+from averaging.receipts import Outcome, PeerStatus, Receipt, Totals, TrainingProgress
 from tests.support.grpc_fakes import RECEIPT, STATUS
 
 NOW = 1.8e9
@@ -88,24 +88,6 @@ QUORUM = TrainingProgress(
 )
 
 
-def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> None:
-    idle: dict[str, object] = {"members": (), "looking": True, "leader": "", "waiting_for": ()}
-    account = Account("10.0.0.0:1", weight=1600.0, weight_unit="samples")
-    in_time = status(0, training=QUORUM, last_round=replace(STATUS.last_round or RECEIPT, accounts=(account,)), **idle)
-    late = status(1, training=replace(QUORUM, missed=3, grace=0.25), **idle)
-    snapshot = RunSnapshot(NOW, "demo", tuple(PeerView(each.endpoint, status=each) for each in (in_time, late)))
-    text = as_text(snapshot)
-    terms = "a round every 120s, quorum 2 (grace at most 10.0 s), weights in samples; late: 10.0.0.1:1 (3)"
-    assert terms in text
-    head, first, second = (line.split() for line in text[-3:])
-    assert {"EVERY", "QUORUM", "GRACE", "WEIGHT"} <= set(head)
-    assert (first[1], second[1:3]) == ("looking", ["late", "3"])
-    assert "120s 2 0.60 s 1600 samples" in " ".join(first)
-    assert "120s 2 0.25 s" in " ".join(second)
-    training = snapshot_json(snapshot)["peers"][1]["training"]
-    assert (training["sync_every"], training["quorum"], training["grace"], training["missed"]) == ("120s", "2", 0.25, 3)
-
-
 def test_peers_with_other_terms_are_shown_with_theirs() -> None:
     steps = replace(QUORUM, sync_every="20 steps", quorum="", max_grace=None, weight_unit="")
     peers = (status(0, training=QUORUM), status(1, training=QUORUM), status(2, training=steps))
@@ -158,13 +140,6 @@ async def test_receipts_of_the_selected_peer_are_a_page_the_newest_first() -> No
         assert "Followers and explorers" in shown(app)
         await pilot.press("escape")
         assert len(rows(app)) == 5
-
-
-def test_numbers_and_ages_are_short() -> None:
-    texts = {0: "0", 0.25: "0.25", 9.994: "9.99", 42.4: "42", 999.4: "999", 999.6: "1.0k", 4.5e6: "4.5M", 1e300: "?"}
-    assert {number: compact(number) for number in texts} == texts
-    assert compact(float("nan")) == "?"
-    assert [age(seconds) for seconds in (3, 720, 7200, 86400 * 9, 1e300)] == ["3s", "12m", "2h", "9d", "?"]
 
 
 def answer(rounds: int, *, started: float = NOW - 1000, received: int = 0) -> PeerStatus:

@@ -14,13 +14,9 @@ from typing import Any
 import torch
 
 from averaging import BlockingPeer, WeightPublisher
-from averaging.rl.feed import BatchFeed, FeedEnvironment
 from averaging.rl.synchronizer import WeightReceiver, WeightSender
-from averaging.rl.workers import ModelWorker
 from averaging.rpc import RpcServer, read_credentials
-from tests.feed.feeds import a_group, environment, registration
 from tests.support.worker import tell
-from tests.workers.backends import Actor, Log, Reward, dataset
 
 VALUE = 3.0
 
@@ -55,32 +51,6 @@ async def receive(address: str, port: str, meta: str) -> None:
     tell("received", w=state["w"].tolist())
 
 
-async def feed(url: str) -> None:
-    """A trainer and an environment of a feed."""
-
-    def work() -> None:
-        batches = BatchFeed(url, registration(batch_size=2), retry_timeout=30.0)
-        env = FeedEnvironment(url, environment(), retry_timeout=30.0)
-        asking = asyncio.run_coroutine_threadsafe(asyncio.to_thread(lambda: next(iter(batches))), loop)
-        env.register()
-        env.post(a_group(7))
-        tell("batch", sequences=len(asking.result(60).groups))
-
-    loop = asyncio.get_running_loop()
-    await asyncio.to_thread(work)
-
-
-async def worker(name: str, listen: str) -> None:
-    """A model worker."""
-    log = Log()
-    backend = Actor(name, log) if name.startswith("a") else Reward(name, log)
-    model = "actor" if name.startswith("a") else "reward"
-    running = ModelWorker(
-        name, {model: backend}, listen=listen, dataset=dataset(400), credentials=read_credentials(insecure=True)
-    )
-    await asyncio.to_thread(running.run, on_ready=lambda endpoint: tell("ready", endpoint=endpoint))
-
-
 async def defaults() -> None:
     """Two peers that listen where they do without the option."""
 
@@ -97,8 +67,6 @@ PARTS: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
     "publish": publish,
     "send": send,
     "receive": receive,
-    "feed": feed,
-    "worker": worker,
     "defaults": defaults,
 }
 

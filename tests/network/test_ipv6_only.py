@@ -150,25 +150,6 @@ def test_a_weight_sync_group(sites: TwoSites) -> None:
     ended(trainer, "done")
 
 
-def test_a_feed(sites: TwoSites, tmp_path: Path) -> None:
-    options = ("--listen", f"[{A}]:8000", "--insecure", "--json", "--store", str(tmp_path / "feed.sqlite"))
-    server = sites.start("a", *CLI, "feed", *options)
-    assert server.expect("ready", SLOW)["url"] == f"http://[{A}]:8000"
-    assert ended(sites.start("b", *PART, "feed", f"http://[{A}]:8000"), "batch")["sequences"] == 1
-    local = sites.start("a", *CLI, "feed", "--listen", "localhost:0", "--json", "--store", str(tmp_path / "2.sqlite"))
-    url = str(local.expect("ready", SLOW)["url"])
-    ended(sites.start("a", *PART, "feed", url), "batch")
-
-
-def test_a_master_and_its_workers(sites: TwoSites) -> None:
-    for place, name, host in (("a", "a0", A), ("b", "r0", B)):
-        sites.start(place, *PART, "worker", name, f"[{host}]:7001").expect("ready", SLOW)
-    plan = json.dumps({"endpoints": {"a0": f"[{A}]:7001", "r0": f"[{B}]:7001"}, "steps": 2})
-    master = sites.start("a", "python", "-m", "tests.workers.model_worker", plan)
-    master.expect("step", SLOW)
-    ended(master, "step")
-
-
 def link_local(place: str, device: str) -> str:
     shown = subprocess.run(
         ["ip", "-n", namespace(place), "-j", "-6", "addr", "show", device], capture_output=True, check=True

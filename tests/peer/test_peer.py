@@ -313,13 +313,6 @@ async def test_a_peer_that_is_closed_ends_its_average_first() -> None:
         assert endpoint not in other.peers
 
 
-async def test_outside_of_async_with_a_peer_says_so() -> None:
-    peer = Peer({"w": torch.zeros(1)}, run_id="run")
-    assert "not running" in repr(peer)
-    with pytest.raises(ClosedError, match="async with"):
-        await peer.average()
-
-
 async def test_who_reaches_only_itself_under_another_name_has_joined_nobody() -> None:
     port = free_port()
     own = f"localhost:{port}"

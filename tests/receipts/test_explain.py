@@ -63,14 +63,6 @@ def test_several_peers_agree_or_differ() -> None:
     assert "DIFFERENT" not in told
 
 
-def test_it_is_reported_who_dropped_a_member_if_not_all_have() -> None:
-    lost = Dropped(D, "connection lost", DropCode.CONNECTION_LOST)
-    told = line(receipt(A, dropped=(SILENT,)), receipt(B, dropped=(lost,)), receipt(C))
-    assert f"; {D} dropped by {A}, {B}, sent nothing for 4.1 s, deadline 4.0 s = 3 × its median; or connection" in told
-    told = line(*(receipt(name, dropped=(SILENT,)) for name in (A, B, C)))
-    assert f"; {D} dropped, sent" in told
-
-
 def test_whom_most_others_have_dropped_accuses_nobody() -> None:
     frozen = receipt(
         C,
@@ -99,17 +91,6 @@ def test_peers_that_count_differently_and_receipts_that_come_twice() -> None:
     (one,) = merge(told)
     assert len(one.receipts) == 2
     assert describe(one).startswith("round 3/17: ")
-
-
-def test_late_parts_count_before_late_averages() -> None:
-    (one,) = merge(
-        [
-            receipt(A, straggler=Straggler(B, 9.0, "averages")),
-            receipt(B, straggler=Straggler(D, 2.0, "parts")),
-            receipt(C, straggler=Straggler(D, 3.0, "parts")),
-        ]
-    )
-    assert one.straggler == Straggler(D, 3.0, "parts")
 
 
 def test_what_it_comes_to() -> None:
@@ -217,11 +198,3 @@ def test_what_is_no_file_of_receipts(tmp_path: Path, content: str) -> None:
     result = run(file)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "other is not a file of receipts: line 1: it is not" in result.stderr
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
-        result = run(path)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert why in result.stderr
-    assert run().exit_code == 2

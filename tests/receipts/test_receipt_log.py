@@ -140,22 +140,6 @@ def test_a_disk_that_is_freed_is_written_again(tmp_path: Path, caplog: pytest.Lo
     assert written(path).receipts == [RECEIPT]
 
 
-def test_a_line_of_which_a_part_fits_is_closed_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "receipts.jsonl"
-    whole = os.write
-    book = ReceiptLog(path)
-    monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:30]))
-    book.append(RECEIPT)
-    monkeypatch.undo()
-    book.append(RECEIPT)
-    assert "only 30 of" in caplog.records[0].message
-    found = written(path)
-    assert found.receipts == [RECEIPT]
-    assert list(found.bad) == [1]
-
-
 def test_a_pipe_that_nobody_reads_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

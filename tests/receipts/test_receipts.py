@@ -14,14 +14,8 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
-from averaging.allreduce.round_tally import code_of
 from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    PeerUnreachableError,
-    ProtocolViolationError,
     TensorError,
-    ViolationKind,
 )
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
@@ -166,19 +160,6 @@ def test_numbers_that_are_none_have_their_own_code() -> None:
         assert "sent NaN or infinity in part 0" in dropped.reason
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
-        (CallRefusedError("a:1", "no"), DropCode.REFUSED),
-        (ProtocolViolationError("a:1 sent NaN", kind=ViolationKind.NON_FINITE), DropCode.NON_FINITE),
-        (ProtocolViolationError("a:1 sent nonsense"), DropCode.PROTOCOL_VIOLATION),
-    ],
-)
-def test_what_was_raised_shows_what_a_member_is_dropped_for(error: AveragingError, code: DropCode) -> None:
-    assert code_of(error) is code
-
-
 @pytest.mark.parametrize("elements", [100, 2000])  # parts that are all read ahead, and many more
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_slow_sender_is_the_straggler(count: int, elements: int) -> None:
@@ -311,18 +292,6 @@ def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of
 
     swarm.simulate(main())
     assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
-
-
-def test_a_round_goes_on_though_the_disk_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = Swarm(7)
-    peers = [
-        swarm.peer(f"peer:{number}", [tensor], group_size=2, receipts="/dev/full")
-        for number, tensor in enumerate(scalars(2, 7), start=1)
-    ]
-    given: list[list[Receipt]] = swarm.simulate(swarm.average_together(peers, rounds=3))
-    assert all(receipt.averaged for receipts in given for receipt in receipts)
-    warnings = [record for record in caplog.records if "write the receipt of round" in record.message]
-    assert len(warnings) == 2  # one for each peer
 
 
 def test_clients_who_lose_their_only_reducer_have_averaged_nothing() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
-from averaging.receipts.progress import MARKS, TrainingPace
+from averaging.receipts.progress import TrainingPace
 from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
@@ -30,29 +30,6 @@ def step(rate: StepRate, now: float, script: float, inside: float = 0.0, waits: 
     return now
 
 
-def test_the_work_of_the_script_and_of_the_optimizer_counts_and_rounds_do_not() -> None:
-    rate, now = StepRate(), 100.0
-    for _ in range(5):
-        now = step(rate, now, script=0.3, inside=0.1, waits=60.0)
-    assert rate.per_second == 2.5
-
-
-def test_it_is_not_known_before_the_second_step() -> None:
-    rate = StepRate()
-    assert rate.per_second is None
-    now = step(rate, 100.0, script=7.0)  # since when, nobody knows
-    assert rate.per_second is None
-    step(rate, now, script=0.5)
-    assert rate.per_second == 2.0
-
-
-def test_samples_count_where_the_strategy_counts_them() -> None:
-    rate, now = StepRate(), 100.0
-    for samples in (8, 32, 16):
-        now = step(rate, now, script=samples / 64, units=samples)
-    assert rate.per_second == 64.0
-
-
 def test_a_pause_between_two_steps_changes_nothing_and_a_new_speed_does() -> None:
     rate, now = StepRate(), 100.0
     for script in (0.1, 0.1, 90.0, 0.1):
@@ -61,17 +38,6 @@ def test_a_pause_between_two_steps_changes_nothing_and_a_new_speed_does() -> Non
     for _ in range(REMEMBERED):
         now = step(rate, now, script=1.0)
     assert rate.per_second == 1.0
-
-
-def test_a_call_that_is_no_step_does_not_count() -> None:
-    """Such as an average between two steps, or a batch that is refused."""
-    rate, now = StepRate(), 100.0
-    for _ in range(4):
-        now = step(rate, now, script=0.5)
-        rate.begin(now)
-        rate.end(now + 30.0)
-        now += 30.0
-    assert rate.per_second == 2.0
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e9)), max_size=5))
@@ -127,14 +93,3 @@ def test_a_training_that_has_stopped_becomes_slower_and_slower_and_samples_may_b
         pace.count(0, step + 1.0)
     assert pace.per_second(20.0) == (0.5, None)
     assert pace.per_second(100.0) == (0.1, None)
-
-
-def test_only_the_last_steps_count_and_memory_is_bounded() -> None:
-    pace = TrainingPace(0.0)
-    for step in range(10_000):
-        pace.count(1, 0.01 * (step + 1))
-    for step in range(10_000):
-        pace.count(1, 100 + 0.02 * (step + 1))
-    steps, samples = pace.per_second(300.0)
-    assert steps == samples == pytest.approx(50.0)
-    assert len(pace._marks) == MARKS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -111,30 +110,6 @@ def test_what_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture)
         "this log cannot write round 7: [Errno 28] No space left on device. Training continues"
     ]
     assert receipts == [RECEIPT, RECEIPT]
-
-
-def test_a_status_that_is_no_more_is_left_out(start: Callable[[], Run], tmp_path: Path) -> None:
-    opt = start().add(LocalSGD(2), SGD)
-    opt.close()
-    rounds = TensorBoardRounds(tmp_path)
-    rounds.follow(opt)
-    rounds(RECEIPT)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert values(events, "round/members") == [3]
-    assert not [name for name in events.Tags()["scalars"] if name.startswith("averaging/")]
-
-
-@pytest.mark.parametrize(
-    ("module", "library"),
-    [("transformers", "transformers"), ("lightning", "lightning.pytorch")],
-)
-def test_a_trainer_that_is_not_installed_is_named_with_its_extra(
-    module: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, f"averaging.integrations.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"needs {module}, .* python -m pip install 'averaging\[{module}\]'"):
-        import_module(f"averaging.integrations.{module}")
 
 
 def test_a_logger_that_is_not_installed_is_named_with_its_extra(

@@ -74,12 +74,6 @@ def test_no_certificate_outlives_its_authority() -> None:
         issue(AUTHORITY, "a", ["a"], NOW + datetime.timedelta(days=11), 1)
 
 
-def test_an_authority_whose_files_do_not_match_is_refused() -> None:
-    other = Issued(AUTHORITY.certificate, make_authority("x", NOW, 1).key)
-    with pytest.raises(ConfigError, match="does not match its certificate; restore the ca.pem and ca.key"):
-        issue(other, "a", ["a"], NOW, 1)
-
-
 def test_the_commands_write_matching_files_and_print_the_next_step(directory: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     assert modes == {"ca.pem": 0o644, "ca.key": 0o600, "a.pem": 0o644, "a.key": 0o600}

@@ -9,26 +9,23 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
-import torch
 
-from averaging import Peer
 from averaging.errors import (
     CallRefusedError,
     ConfigError,
     PeerUnreachableError,
     ProtocolViolationError,
 )
-from averaging.protocol.messages import AveragingData, MessageCode, Rumour
+from averaging.protocol.messages import AveragingData, Rumour
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
 from averaging.transport.grpc.dialling import Dialling
-from tests.support.certificates import HERE, OLD_TOKEN, TOKEN, secure, tls, write
+from tests.support.certificates import HERE, OLD_TOKEN, TOKEN, secure, tls
 from tests.support.grpc_fakes import (
     ACCEPTED,
     DIGEST,
@@ -227,26 +224,6 @@ async def test_a_certificate_that_expires_while_a_connection_lasts_lets_nobody_i
     assert gossip.digests == []
 
 
-async def test_a_name_cannot_be_changed_later_in_a_stream() -> None:
-    seen: list[str] = []
-
-    async def notes(messages: AsyncGenerator[AveragingData, None]) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            seen.append(message.endpoint)
-            yield message
-
-    own, other = (replace(part(0), endpoint=f"{host}:1") for host in ("b.example.org", "127.0.0.1"))
-    async with (
-        serving(FakePeer(aggregate=notes), credentials=secure(*HERE)) as (_, peer),  # type: ignore[arg-type]
-        client(credentials=secure("b.example.org")) as caller,
-        aclosing(caller.aggregate_part(peer, sent(own, other))) as replies,
-    ):
-        await anext(replies)
-        with pytest.raises(CallRefusedError, match="calls itself 127.0.0.1:1"):
-            await anext(replies)
-    assert seen == ["b.example.org:1"]
-
-
 # Tokens
 
 
@@ -313,37 +290,6 @@ async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
     (line,) = refused(caplog)
     assert "this run has no token, and one was sent; give token_file to all peers of the run, or to none" in line
     assert TOKEN not in line
-
-
-async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    foreign = "127.0.0.1:4222"
-    async with (
-        Peer({"w": torch.zeros(3)}, run_id="run", **write(tmp_path, *HERE)) as peer,  # type: ignore[arg-type]
-        client(credentials=secure("b.example.org")) as caller,
-    ):
-        # In a round the refusal is a message.
-        reply = await one(caller.aggregate_part(peer.endpoint, sent(replace(part(0), endpoint=foreign))))
-        assert reply == AveragingData(MessageCode.PROTOCOL_VIOLATION)
-        with pytest.raises(CallRefusedError):
-            await one(caller.join_group(peer.endpoint, replace(REQUEST, endpoint=foreign)))
-    told = f"it calls itself {foreign}, but its certificate is for b.example.org"
-    assert refused(caplog) == [f"refused a call from 127.0.0.1: {told}"]
-
-
-async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCaptureFixture) -> None:
-    async with Peer({"w": torch.zeros(3)}, run_id="one") as peer, client() as caller:
-        for call in (
-            caller.push(peer.endpoint, "other", ()),
-            one(caller.exchange(peer.endpoint, replace(DIGEST, run_id="other"))),
-            one(caller.subscribe(peer.endpoint, replace(DIGEST, run_id="other"))),
-        ):
-            with pytest.raises(CallRefusedError, match="belongs to run 'one', not to 'other'; give both"):
-                await call
-    (line,) = refused(caplog)
-    assert line.startswith("refused a call from 127.0.0.1: the called peer belongs")
-    assert "belongs to run 'one', not to 'other'" in line
 
 
 async def test_tokens_are_changed_one_peer_after_the_other() -> None:

@@ -188,28 +188,6 @@ async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
             await asyncio.wait_for(read_all(replies), PATIENCE)
 
 
-async def test_closing_waits_for_streams_and_not_for_idle_connections() -> None:
-    may_end = asyncio.Event()
-
-    async def ends_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for message in messages:
-            yield message
-        await may_end.wait()
-        yield part(9)
-
-    service = FakePeer(aggregate=ends_late)
-    async with serving(service) as (callee, endpoint), client() as caller, client() as idle:
-        await transport_of(idle).opened(endpoint)
-        async with aclosing(caller.aggregate_part(endpoint, parts(1))) as replies, asyncio.timeout(PATIENCE):
-            assert number_of(await anext(replies)) == 0
-            closing = asyncio.create_task(callee.close(PATIENCE))
-            await asyncio.sleep(0)
-            may_end.set()
-            assert number_of(await anext(replies)) == 9
-            assert await anext(replies, None) is None
-            await closing
-
-
 # Tickets
 
 
@@ -274,14 +252,6 @@ async def test_a_ticket_without_the_keys_admits_nobody() -> None:
         assert len(grant.public_key) == 32
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY + bytes(16)) == b""
         assert not service.started.is_set()
-
-
-async def test_a_key_that_everybody_knows_is_refused() -> None:
-    credentials = secure(*HERE)
-    async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
-        for key, reason in ((b"", "a public key of 0 bytes"), (bytes(32), "known to everybody")):
-            with pytest.raises(CallRefusedError, match=reason):
-                await caller._channels.call(endpoint, OPEN, Request(key))
 
 
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,19 +355,6 @@ async def test_a_connection_that_was_lost_in_a_stream_is_asked_for_after_a_pause
         service.aggregate = None
         assert await send_parts(caller, endpoint) == [0, 1, 2]
         assert lane_of(caller, endpoint) == ("grpc", "the direct connection had ended: connection lost")
-
-
-async def test_an_old_connection_is_replaced_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        await send_parts(caller, endpoint)
-        first = transport_of(caller)._lanes._lanes[endpoint].link
-        monkeypatch.setattr(lanes, "MAX_AGE_SECONDS", -1.0)
-        await transport_of(caller).opened(endpoint)
-        monkeypatch.undo()
-        second = transport_of(caller)._lanes._lanes[endpoint].link
-        assert first is not None
-        assert first.lost
-        assert second is not first
 
 
 async def test_two_streams_to_one_peer_do_not_share_a_connection() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from enum import Enum
@@ -170,22 +169,6 @@ def test_the_codes_are_those_of_the_protos() -> None:
     assert dict(runtime_pb2.CompressionType.items()) == {code.name: code.value for code in CompressionType}
 
 
-def test_a_rumour_needs_a_record() -> None:
-    with pytest.raises(ProtocolViolationError, match="without a record"):
-        methods.PUSH.read_request(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value: float) -> None:
-    account = status_pb2.MemberAccount(endpoint="a:1", role="leader", waited=value, step_rate=value)
-    late = status_pb2.LateArrival(endpoint="a:1", seconds=value)
-    told = status_pb2.Receipt(outcome="averaged", accounts=[account], last_to_arrive=late)
-    receipt = methods.GET_STATUS.read_reply(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
-    assert receipt is not None
-    assert receipt.last_to_arrive is None
-    assert [(one.waited, one.step_rate) for one in receipt.accounts] == [(None, None)]
-
-
 def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
     told = [status_pb2.LearnedDeadline(endpoint="a:1", phase=phase) for phase in ("nap", "part")]
     status = methods.GET_STATUS.read_reply(status_pb2.PeerStatus(deadlines=told).SerializeToString())
@@ -331,18 +314,6 @@ def test_protobuf_reads_what_was_written_and_so_do_we(message: AveragingData) ->
     assert (int(wire.code), wire.group_id, wire.endpoint) == (int(message.code), message.group_id, message.endpoint)
     assert parse(AVERAGING_DATA, raw) == message
     assert parse(AVERAGING_DATA, wire.SerializeToString()) == message
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 127, 128, LARGE, (1 << 14) - 1, 1 << 14, 1 << 21])
-def test_the_length_of_a_buffer_takes_one_byte_to_four(nbytes: int) -> None:
-    message = AveragingData(tensor_part=WireTensor(memoryview(b"x" * nbytes)))
-    assert parse(AVERAGING_DATA, AVERAGING_DATA.SerializeToString(message)) == message
-
-
-def test_a_message_for_several_is_encoded_once() -> None:
-    part = AveragingData(tensor_part=WireTensor(b"x" * LARGE))
-    assert AVERAGING_DATA.SerializeToString(part) is AVERAGING_DATA.SerializeToString(part)
-    assert len(part.encoded) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -17,7 +16,6 @@ from averaging.errors import (
     ClosedError,
     PeerUnreachableError,
     ProtocolViolationError,
-    RefusalCause,
 )
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
 from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call
@@ -149,30 +147,6 @@ def test_what_a_status_means(
     assert type(error) is kind
     assert isinstance(error, kind)
     assert (error.reason, error.definite) == (reason, definite)
-
-
-@pytest.mark.parametrize(
-    ("sent_token", "reason"),
-    [
-        (False, "its run requires a token, and this peer has none: give token_file with one of the run's tokens"),
-        (True, "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"),
-    ],
-)
-def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
-    error = told(grpc.StatusCode.UNAUTHENTICATED, "whatever the other side calls it", sent_token=sent_token)
-    assert isinstance(error, CallRefusedError)
-    assert error.cause is RefusalCause.UNAUTHENTICATED
-    assert error.reason == reason
-    assert error.definite
-
-
-def test_the_reason_of_a_violation_is_its_message_without_the_endpoint() -> None:
-    error = ProtocolViolationError("sent too much", "a:1")
-    assert (str(error), error.reason, error.endpoint) == ("a:1 sent too much", "sent too much", "a:1")
-    anonymous = pickle.loads(pickle.dumps(ProtocolViolationError("a:1 is no sentence of ours")))
-    assert (anonymous.reason, anonymous.endpoint) == ("a:1 is no sentence of ours", "")
-    copied = pickle.loads(pickle.dumps(error))
-    assert (str(copied), copied.reason, copied.endpoint) == (str(error), error.reason, error.endpoint)
 
 
 async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,7 @@ from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.dialling import resolve
-from tests.support.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
+from tests.support.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakePeer, client, serving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -99,30 +98,12 @@ async def test_a_peer_on_loopback_is_warned_that_others_will_not_call_it(
     assert words is None or words in caplog.text
 
 
-async def test_a_client_takes_no_address() -> None:
-    one = transport(None)
-    endpoint = await one.bind()
-    assert endpoint.startswith("client::")
-    assert is_endpoint(endpoint)
-    await one.serve(FakePeer(), FakeGossip())
-    await one.close()
-    assert endpoint != await bound(None)
-
-
 @pytest.mark.parametrize("listen", ["[0::0]:0", "0:0"])
 async def test_all_addresses_need_one_that_is_advertised(listen: str) -> None:
     with pytest.raises(ConfigError, match="other peers cannot dial; give advertise"):
         await bound(listen)
     with pytest.raises(ConfigError, match="other peers cannot dial"):
         await bound(listen, "0.0.0.0:4222")
-
-
-@pytest.mark.parametrize(
-    ("listen", "advertise"), [("127.0.0.1", None), ("::1:80", None), ("127.0.0.1:0", "x"), (None, "a:1")]
-)
-def test_arguments_that_cannot_work(listen: str | None, advertise: str | None) -> None:
-    with pytest.raises(ConfigError):
-        transport(listen, advertise)
 
 
 @pytest.mark.parametrize(
@@ -149,37 +130,6 @@ async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]
         with pytest.raises(ListenError, match="the port is taken"):
             await bound(f"{host}:{port}", "192.0.2.7:0")
     assert capfd.readouterr().err == ""
-
-
-async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: object, **__: object) -> object:
-        return await asyncio.Event().wait()
-
-    assert await resolve("x" * 64 + ".example.org") == ()  # no name at all
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
-    monkeypatch.setattr("averaging.transport.grpc.dialling.RESOLVE_SECONDS", 0.01)
-    assert await asyncio.wait_for(resolve("here.example.org"), 30) == ()
-
-
-async def test_close_waits_for_what_a_call_does_as_it_ends() -> None:
-    ended = []
-
-    async def tidies_up(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        try:
-            yield ACCEPTED
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.05)
-            ended.append("tidied up")
-
-    async with (
-        serving(FakePeer(join=tidies_up)) as (server, endpoint),
-        client() as caller,
-        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
-    ):
-        await anext(replies)
-        await server.close(0.0)
-        assert ended == ["tidied up"]
 
 
 async def takes_no_more_calls(endpoint: str) -> None:

@@ -214,13 +214,3 @@ async def test_what_cannot_work_is_refused_at_once() -> None:
             await channel.call(COUNT, Int64Value(), LIMIT)
         with pytest.raises(ConfigError, match=r"use call\(\)"):
             channel.stream(SAY, StringValue())
-
-
-def test_the_names_of_a_peers_own_services_are_taken() -> None:
-    class Pretender:
-        def rpc_handlers(self) -> Iterable[RpcHandler]:
-            method = RpcMethod("/averaging.status.v1.Status/Free", StringValue, StringValue)
-            return [method.answers(Echo().say)]
-
-    with pytest.raises(ConfigError, match="rename the service"):
-        RpcServer("127.0.0.1:0", [Pretender()])
