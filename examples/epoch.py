@@ -40,7 +40,8 @@ def train(epochs: int, batch_size: int, join: list[str], peers: int) -> None:
                 optimizer.step(batch_size=len(inputs))
             here = sampler.statistics.samples_here
             print(f"epoch {epoch + 1}: loss {loss.item():.6f}, {here} samples trained here so far", flush=True)
-        print(f"Trained here: {sampler.statistics.samples_here} samples", flush=True)
+        twice = sampler.statistics.most_duplicates
+        print(f"Trained here: {sampler.statistics.samples_here} samples, at most {twice} of them twice", flush=True)
         print(f"Done: {optimizer.finish()}", flush=True)
 
 

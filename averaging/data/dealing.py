@@ -13,7 +13,7 @@ block of theirs. A claim ends with its peer's record.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated
@@ -105,6 +105,8 @@ _Packed = tuple[bytes, Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)], Count, 
 class BlockClaim:
     begins: float  # time from which it may be begun, in seconds of a monotonic clock
     begun: bool = False
+    handed: int = 0  # samples
+    retaken: bool = False  # a lost peer had begun it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,9 @@ class DataStatistics:
     done: int = 0  # blocks of the present epoch that are trained, at any peer
     blocks_here: int = 0  # that this peer has trained
     samples_here: int = 0
+    retaken: int = 0  # blocks that a lost peer had begun, and this one has begun again
+    conflicts: int = 0  # blocks that another peer had begun, too: this one has given it up, or ended it before it knew
+    most_duplicates: int = 0  # samples that were at most trained twice because of that
 
 
 @lru_cache(maxsize=512)
@@ -143,8 +148,10 @@ class Dealer:
         self.done = 0  # blocks of the epoch that are known to be trained, as bits
         self.version = 0  # grows with each change that others should see
         self.claims: dict[int, BlockClaim] = {}
-        self.blocks_here = self.samples_here = 0  # that this peer has trained
+        self.statistics = DataStatistics()
         self._others: dict[str, _Seen] = {}
+        self._abandoned: set[int] = set()  # blocks of this epoch that lost peers had begun
+        self._finished: dict[int, set[str]] = {}  # blocks of this epoch trained here, and who had begun them as well
         self._came_or_went: float | None = None
 
     @property
@@ -154,7 +161,7 @@ class Dealer:
     @property
     def record(self) -> DataRecord:
         claims = {block: claim.begun for block, claim in self.claims.items()}
-        return DataRecord(self.division.digest, self.epoch, self.done, claims, self.samples_here)
+        return DataRecord(self.division.digest, self.epoch, self.done, claims, self.statistics.samples_here)
 
     def see(self, records: Mapping[str, DataRecord], now: float) -> None:
         """Takes the records of the other peers. Claims of this peer that others have by right are dropped."""
@@ -164,15 +171,17 @@ class Dealer:
             lost = self._others.pop(name).record
             if lost.epoch == self.epoch:
                 self.take_over_done(lost.epoch, lost.done)
+                self._abandoned |= {block for block, begun in lost.claims.items() if begun}
         for name, record in records.items():
             seen = self._others.get(name)
             if seen is None or seen.record != record:
                 self._others[name] = _Seen(record, now)
         self._follow_epoch([record.epoch for record in records.values()])
         known = self.done
-        for record in records.values():
+        for name, record in records.items():
             if record.epoch == self.epoch:
                 self.done |= record.done & self._all
+                self._note_trained_twice(name, record)
         self.version += known != self.done
         self._give_up([block for block in self.claims if self.done >> block & 1])
         rivals = [each for each in self._claims_of_others(now) if each[0] in self.claims]
@@ -204,7 +213,8 @@ class Dealer:
         is_settled = self._came_or_went is not None and now - self._came_or_went >= UNSETTLED
         for index in np.lexsort((~own, own != best))[:wanted]:  # own blocks first, then those with the greatest hash
             at_once = is_settled and own[index] == best[index]
-            self.claims[free[index]] = BlockClaim(now if at_once else now + SETTLE)
+            block = free[index]
+            self.claims[block] = BlockClaim(now if at_once else now + SETTLE, retaken=block in self._abandoned)
             self.version += 1
 
     def begin(self, now: float) -> int | None:
@@ -212,6 +222,8 @@ class Dealer:
             if not claim.begun and now >= claim.begins:
                 claim.begun = True
                 self.version += 1
+                if claim.retaken:
+                    self._count(retaken=1, most_duplicates=self.division.size(block))
                 return block
         return None
 
@@ -226,10 +238,11 @@ class Dealer:
         if self.claims.pop(block, None) is not None:
             self.done |= 1 << block
             self.version += 1
-            self.blocks_here += 1
+            self._finished[block] = set()
+            self._count(blocks_here=1)
 
     def trained(self, samples: int) -> None:
-        self.samples_here += samples
+        self._count(samples_here=samples)
 
     def release(self) -> None:
         self.version += bool(self.claims)
@@ -249,6 +262,8 @@ class Dealer:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.done = epoch, 0
         self.claims.clear()
+        self._abandoned.clear()
+        self._finished.clear()
         self.version += 1
 
     def _follow_epoch(self, epochs: list[int]) -> None:
@@ -275,11 +290,24 @@ class Dealer:
 
     def _give_up(self, blocks: list[int]) -> None:
         for block in set(blocks):
-            del self.claims[block]
+            claim = self.claims.pop(block)
             self.version += 1
+            if claim.begun:
+                self._count(conflicts=1, most_duplicates=claim.handed)
+
+    def _note_trained_twice(self, name: str, record: DataRecord) -> None:
+        """Counts a block of this peer that another one has begun, too, before it heard that it is done."""
+        for block, begun in record.claims.items():
+            if begun and block in self._finished and name not in self._finished[block]:
+                self._finished[block].add(name)
+                self._count(conflicts=1, most_duplicates=self.division.size(block))
 
     def _free(self, now: float) -> list[int]:
         taken = self.done
         for block in (*self.claims, *(block for block, _, _ in self._claims_of_others(now))):
             taken |= 1 << block
         return [block for block in range(self.division.blocks) if not taken >> block & 1]
+
+    def _count(self, **counts: int) -> None:
+        sums = {name: getattr(self.statistics, name) + count for name, count in counts.items()}
+        self.statistics = replace(self.statistics, **sums)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,9 +110,9 @@ class RunSampler(Sampler[int], InProcess):
 
     @property
     def statistics(self) -> DataStatistics:
-        """What this peer and all of them have trained; at rank 0 of a site."""
-        dealer, blocks = self._dealer, self._division.blocks
-        return DataStatistics(self.epoch, blocks, dealer.done.bit_count(), dealer.blocks_here, dealer.samples_here)
+        """What this peer has trained, and at most how often twice; at rank 0 of a site."""
+        done, blocks = self._dealer.done.bit_count(), self._division.blocks
+        return replace(self._dealer.statistics, epoch=self.epoch, blocks=blocks, done=done)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the number of the epoch for each pass, until `count` epochs of the run are trained by all peers.
@@ -305,6 +306,8 @@ class RunSampler(Sampler[int], InProcess):
             indices = self._indices(epoch, block)
             for number, index in enumerate(indices, 1):
                 self._handed_out += 1
+                if (claim := self._dealer.claims.get(block)) is not None:
+                    claim.handed += 1
                 if number == len(indices):
                     self._handed.append((self._handed_out, block))
                 yield index

@@ -33,8 +33,9 @@ def test_the_loop_of_the_page_trains_each_sample_once_an_epoch() -> None:
         seen.extend(targets.flatten().tolist())
         return (outputs - targets).pow(2).mean()
 
-    run(SAMPLES, dataset=TensorDataset(values, values), loss_of=loss_of)
+    names = run(SAMPLES, dataset=TensorDataset(values, values), loss_of=loss_of)
     assert sorted(seen) == sorted(3 * values.flatten().tolist())
+    assert names["sampler"].statistics.most_duplicates == 0
 
 
 def read(path: int) -> Iterator[torch.Tensor]:

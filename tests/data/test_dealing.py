@@ -33,8 +33,6 @@ class SimulatedPeer:
 
     Attributes:
         heard: the records of this peer as the others have them, by their time of arrival.
-        ended: the blocks that it has trained whole, with their epoch.
-        wasted: samples of blocks that it gave up, or that another peer had ended.
     """
 
     dealer: Dealer
@@ -44,9 +42,6 @@ class SimulatedPeer:
     published: list[tuple[float, float, DataRecord]] = field(default_factory=list)
     version: int = -1
     block: int | None = None
-    handed: int = 0  # samples of the block
-    ended: set[tuple[int, int]] = field(default_factory=set)
-    wasted: int = 0
     left: float = 0.0
     dies_at: float = float("inf")
     gone_at: float = float("inf")
@@ -109,29 +104,25 @@ def turn(
     dealer = each.dealer
     records = {other.dealer.name: record for other in there if other is not each and (record := other.seen_at(now))}
     dealer.see(records, now)
-    if each.block is not None and each.block not in dealer.claims:
-        each.wasted += each.handed
-        each.block = None  # another peer has it by right, or has ended it
     if dealer.is_complete:
         dealer.next_epoch()
+        each.block = None
+    if each.block is not None and each.block not in dealer.claims:
+        each.block = None  # another peer has it by right
     if dealer.epoch < epochs:
         dealer.claim(now, 2)
         if each.block is None and (begun := dealer.begin(now)) is not None:
-            each.block, each.handed, each.left = begun, 0, each.per_sample
-            seen = [record for record in records.values() if record.epoch == dealer.epoch]
-            assert not any(record.done >> begun & 1 for record in seen), "it was known to be trained"
+            each.block, each.left = begun, each.per_sample
     if each.block is not None:
         each.left -= TICK
-        while each.left <= 0 and each.handed < SPEC.size(each.block):
-            trained[dealer.epoch, each.block * SPEC.block_size + each.handed] += 1
-            each.handed += 1
+        claim = dealer.claims[each.block]
+        while each.left <= 0 and claim.handed < SPEC.size(each.block):
+            trained[dealer.epoch, each.block * SPEC.block_size + claim.handed] += 1
+            claim.handed += 1
             dealer.trained(1)
             each.left += each.per_sample
-        if each.handed == SPEC.size(each.block):
+        if claim.handed == SPEC.size(each.block):
             dealer.finish(each.block)
-            block = dealer.epoch, each.block
-            each.wasted += each.handed if any(block in other.ended for other in there) else 0
-            each.ended.add(block)
             each.block = None
     each.publish(now)
 
@@ -149,7 +140,7 @@ def test_four_peers_of_which_one_dies_and_one_comes_train_each_sample(seed: int)
     """At most one block is trained twice, since records arrive before a claim that might be another's is begun."""
     peers, trained = simulate(seed)
     check(trained, 1, SPEC.block_size)
-    assert len([each for each in peers if each.dealer.blocks_here]) == 5
+    assert len([each for each in peers if each.dealer.statistics.blocks_here]) == 5
 
 
 # In these a peer that begins an epoch does not see yet that another one, whose block it would take, is in it.
@@ -160,11 +151,12 @@ def test_without_a_loss_no_sample_is_trained_twice(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_records_that_are_late_cost_only_what_two_peers_had_begun(seed: int) -> None:
+def test_records_that_are_late_cost_duplicates_that_are_counted(seed: int) -> None:
     """Peers that claim the same block and have begun it before they hear of each other."""
     peers, trained = simulate(seed, peers=6, most_delay=2.0, kills=2, joins=2, leaves=1)
-    lost = 3 * SPEC.block_size  # by those that died or left
-    check(trained, 1, sum(each.wasted for each in peers) + lost)
+    counted = sum(each.dealer.statistics.most_duplicates for each in peers)
+    lost = 2 * SPEC.block_size  # by those that died, and could not count
+    check(trained, 1, counted + lost)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,6 +191,7 @@ def test_who_has_begun_a_block_keeps_it_else_the_greater_hash() -> None:
     assert begun not in one.claims
     assert one.claims.keys() | other.claims.keys() == both
     assert not one.claims.keys() & other.claims.keys()
+    assert (one.statistics.conflicts, one.statistics.most_duplicates) == (0, 0), "it had not begun"
 
 
 def test_settled_peers_begin_at_once_and_divide_the_blocks() -> None:
