@@ -29,7 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("adapters", "A LoRA adapter of a small language model, tuned by several peers.")
     parser.add_argument("--steps", type=positive, default=300, help="local steps; a newcomer begins at the run's (300)")
     parser.add_argument("--sync-every", type=positive, default=20, help="local steps between two rounds (20)")
-    parser.add_argument("--rank", type=positive, default=4, help="of the adapter, alike at all peers (4)")
+    parser.add_argument("--own-rank", type=positive, default=4, help="rank of this peer's adapter (4)")
+    parser.add_argument("--rank", type=positive, default=8, help="to which adapters are padded, alike at all peers (8)")
     parser.add_argument("--base-seed", type=int, default=0, help="makes the base, alike at all peers (0)")
     parser.add_argument(
         "--text", type=int, choices=range(len(TEXTS)), default=0, help="which text this peer learns (0)"
@@ -60,9 +61,9 @@ def tune(options: argparse.Namespace) -> None:
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
     model = get_peft_model(
         base_of(options.base_seed),
-        LoraConfig(r=options.rank, lora_alpha=16, target_modules=targets, modules_to_save=["lm_head"]),
+        LoraConfig(r=options.own_rank, lora_alpha=16, target_modules=targets, modules_to_save=["lm_head"]),
     )
-    strategy = LoRAAveraging(model, options.sync_every)
+    strategy = LoRAAveraging(model, options.sync_every, rank=options.rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     characters = torch.tensor([ord(character) for character in TEXTS[options.text] * CONTEXT])
     with DecentralizedAverager(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ class AdaptedLayer:
 
     def __init__(self, name: str, module: Any, adapter: str) -> None:
         self.name, self.module, self.adapter = name, module, adapter
+        self.trained_rank = self.rank  # first rows of A and columns of B, which this peer trains; others are padding
 
     @property
     def a(self) -> torch.Tensor:
@@ -63,6 +65,24 @@ class AdaptedLayer:
     @torch.no_grad()
     def product(self) -> torch.Tensor:
         return (self.b.float() @ self.a.float()) * self.scaling
+
+    @torch.no_grad()
+    def pad(self, rank: int) -> None:
+        """Makes the rank this, with the same function: new rows of A are random as peft's, new columns of B are 0.
+
+        The scaling becomes that of a LoRA layer of this rank, and B is divided by as much.
+        """
+        module, name, before = self.module, self.adapter, self.scaling
+        alpha = float(module.lora_alpha[name])
+        scaling = alpha / math.sqrt(rank) if module.use_rslora.get(name) else alpha / rank
+        more = torch.empty(rank - self.rank, self.a.shape[1])
+        torch.nn.init.kaiming_uniform_(more, a=math.sqrt(5))
+        a = torch.cat([self.a, more.to(self.a.device, self.a.dtype)])
+        b = torch.cat([self.b * (before / scaling), self.b.new_zeros(self.b.shape[0], rank - self.rank)], 1)
+        module.lora_A[name].weight = torch.nn.Parameter(a)
+        module.lora_B[name].weight = torch.nn.Parameter(b)
+        module.lora_A[name].out_features = module.lora_B[name].in_features = rank
+        module.r[name], module.scaling[name] = rank, scaling
 
 
 def adapted_layers(model: PeftModel) -> list[AdaptedLayer]:
@@ -113,6 +133,21 @@ def _check(name: str, module: Any, adapter: str) -> None:
 
 def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer", "").replace("base_layer.", "")
+
+
+def pad_ranks(model: PeftModel, layers: Iterable[AdaptedLayer], rank: int) -> None:
+    """Pads the adapter of all layers to this rank, and says so in the adapter's configuration."""
+    layers = list(layers)
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"rank must be a whole number, at least 1, not {rank!r}")
+    for layer in layers:
+        if layer.rank > rank:
+            raise ConfigError(f"layer {layer.name!r} has rank {layer.rank}; rank must be at least that, not {rank}")
+    for layer in layers:
+        if layer.rank < rank:
+            layer.pad(rank)
+    config = model.peft_config[layers[0].adapter]
+    config.r, config.rank_pattern = rank, {}
 
 
 class Correction:
@@ -219,34 +254,73 @@ class Correction:
         return 4 * self.layer.shape.out * self.layer.shape.into
 
 
-REMEDY = "load the same base model, quantised alike, and give LoraConfig the same arguments at all peers"
+REMEDY = "load the same base model, in the same dtype and with the same quantisation, at all peers"
 
 
 def describe_base(
     model: torch.nn.Module, trained: Iterable[torch.Tensor], layers: Iterable[AdaptedLayer]
-) -> dict[str, str]:
-    """What must be equal at all peers: each frozen tensor, and the rank and scaling of each adapted layer."""
+) -> dict[str, Any]:
+    """Describes the frozen tensors and the adapter of a peer for the others, see `_Description`; it can be packed."""
     ids = {id(parameter) for parameter in trained}
-    described = {f"layer {layer.name!r}": f"rank {layer.rank} × {layer.scaling:g}" for layer in layers}
+    tensors = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in ids:
             kind = "" if type(parameter) is torch.nn.Parameter else f" in {type(parameter).__name__}"
             shown = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{kind}"
-            described[f"tensor {plain_name(name)!r}"] = f"{shown} with values {digest_of({'': parameter})}"
-    return described
+            tensors.append([plain_name(name), shown, digest_of({"": parameter})])
+    return {"tensors": tensors, "layers": [[layer.name, layer.rank, layer.scaling] for layer in layers]}
 
 
-def check_base(own: Mapping[str, str], theirs: object) -> None:
+class _Description(msgspec.Struct):
+    tensors: list[tuple[str, str, str]]  # the frozen ones: name, dtype and shape, digest
+    layers: list[tuple[str, int, float]]  # the adapted ones: name, rank, scaling
+
+
+def check_base(own: Mapping[str, Any], theirs: object) -> None:
     """Raises StateError with the first difference to the description of another peer, which is untrusted."""
     try:
-        there = msgspec.convert(theirs, dict[str, str])
+        here, there = (msgspec.convert(each, _Description) for each in (own, theirs))
     except msgspec.ValidationError:
         raise StateError("it does not say which base its adapter belongs to") from None
-    names = {**own, **there}
-    if differing := [name for name in names if own.get(name) != there.get(name)]:
-        first = min(differing, key=lambda name: (name in own) + (name in there))  # that only one of the two has
-        other, here = (printable(each.get(first, "missing"), 100) for each in (there, own))
+    ours_by_name, theirs_by_name = ({name: rest for name, *rest in each.tensors} for each in (here, there))
+    if missing := sorted(ours_by_name.keys() ^ theirs_by_name.keys()):
+        where = "here" if missing[0] in ours_by_name else "there"
         raise StateError(
-            f"it has another base or adapter: {printable(first, 100)} is {other} there, and {here} here "
-            f"({len(differing)} of {len(names)} differ); {REMEDY}"
+            f"it has another base model: {len(missing)} frozen tensors are only at one of the two peers, such as "
+            f"{_shown(missing[0])} ({where}); {REMEDY}, and freeze the same parameters"
         )
+    _check_layers(here.layers, there.layers)
+    differing = [[name for name, ours in ours_by_name.items() if ours[i] != theirs_by_name[name][i]] for i in (0, 1)]
+    for names, what in zip(differing, ("is {} there, and {} here", "has other values"), strict=True):
+        if names:
+            kinds = (printable(each[names[0]][0])[:100] for each in (theirs_by_name, ours_by_name))
+            raise StateError(
+                f"it has another base: frozen tensor {_shown(names[0])} {what.format(*kinds)} ({len(names)} of "
+                f"{len(ours_by_name)} differ); {REMEDY}"
+            )
+
+
+def _check_layers(own: list[tuple[str, int, float]], theirs: list[tuple[str, int, float]]) -> None:
+    names = [{layer[0] for layer in layers} for layers in (own, theirs)]
+    if other := sorted(names[0] ^ names[1]):
+        where = "here" if other[0] in names[0] else "there"
+        raise StateError(
+            f"its adapter has other layers: {_shown(other[0])} is only {where}; use the same target_modules"
+        )
+    there = {name: (rank, scaling) for name, rank, scaling in theirs}
+    for name, rank, scaling in own:
+        if there[name][0] != rank:
+            highest = max(rank, there[name][0])
+            raise StateError(
+                f"its adapter has rank {there[name][0]} in layer {_shown(name)}, this peer's {rank}; pad both with "
+                f"LoRAAveraging(rank={highest})"
+            )
+        if abs(there[name][1] - scaling) > 1e-6 * abs(scaling):
+            raise StateError(
+                f"its adapter counts {there[name][1]:g} times in layer {_shown(name)}, this peer's {scaling:g} times; "
+                "use the same lora_alpha and use_rslora at all peers"
+            )
+
+
+def _shown(name: str) -> str:
+    return repr(printable(name)[:100])

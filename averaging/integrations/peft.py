@@ -27,6 +27,7 @@ from averaging.integrations.lora_layers import (
     adapted_layers,
     check_base,
     describe_base,
+    pad_ranks,
     plain_name,
 )
 from averaging.peer import Adopt, RoundOptions, Topic
@@ -117,6 +118,8 @@ class LoRAAveraging(LockstepStrategy):
         model: the peft model, with one active LoRA adapter of linear layers. DoRA and other kinds that are not linear
             in B·A are refused.
         sync_every: local steps between two rounds.
+        rank: the rank to which adapters are padded, if peers have different ones: the highest of all. A peer trains its
+            own rows of A and columns of B only, and holds the others as the rounds make them. None does not pad.
         max_norm: limit for the gradients of each local step, see `Strategy`.
 
     Raises:
@@ -128,10 +131,16 @@ class LoRAAveraging(LockstepStrategy):
         "averages every sync_every steps, and in finish()"
     )
 
-    def __init__(self, model: PeftModel, sync_every: int, *, max_norm: float | None = None) -> None:
+    def __init__(
+        self, model: PeftModel, sync_every: int, *, rank: int | None = None, max_norm: float | None = None
+    ) -> None:
         super().__init__(max_norm=max_norm)
         self._schedule: AveragingSchedule = AveragingSchedule(sync_every)
         self._model, self._layers = model, adapted_layers(model)
+        self._padded = False
+        if rank is not None:
+            pad_ranks(model, self._layers, rank)
+            self._padded = any(layer.trained_rank < rank for layer in self._layers)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._description = describe_base(model, trained, self._layers)
         self._digest = hashlib.sha256(pack(self._description)).hexdigest()[:16]
@@ -279,6 +288,9 @@ class LoRAAveraging(LockstepStrategy):
             with training.locked():
                 self._anchor()
         loss = training.inner_step(closure, self.max_norm)
+        if self._padded:
+            with training.locked(), training.changing_parameters():
+                self._restore_padding()
         self._schedule.count(training.now())
         self._open_steps += 1
         others = self.present_others(training, wait=False)
@@ -296,6 +308,15 @@ class LoRAAveraging(LockstepStrategy):
         self._open_steps = 0
         for tensor, anchor in self._anchors.values():
             anchor.copy_(tensor)
+
+    @torch.no_grad()
+    def _restore_padding(self) -> None:
+        """Undoes what the optimizer did to rows and columns that this peer does not train, such as weight decay."""
+        of = {id(tensor): anchor for tensor, anchor in self._anchors.values()}
+        for layer in self._layers:
+            rank = layer.trained_rank
+            for factor, other in ((layer.a, of[id(layer.a)]), (layer.b.T, of[id(layer.b)].T)):
+                factor[rank:] = other[rank:]
 
     def _average(
         self, training: StrategyContext, together: tuple[str, ...], search_timeout: float | None = None

@@ -55,7 +55,7 @@ class Peers(Run):
     def tune(self, model: PeftModel | None = None, **options: Any) -> DecentralizedAverager:
         model = adapted() if model is None else model
         number, every = len(self.models), options.pop("sync_every", 3)
-        strategy = LoRAAveraging(model, every)
+        strategy = LoRAAveraging(model, every, rank=options.pop("rank", None))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         defaults: dict[str, Any] = {"run_id": "tune", "group_size": 3, "group_wait": 30.0}
         defaults["join"] = [self.averagers[0].endpoint] if self.averagers else []
@@ -145,6 +145,38 @@ def test_each_round_gives_the_weighted_mean_of_the_models(peers: Peers) -> None:
     finishes = peers.each(lambda number: peers.averagers[number].finish(60.0))
     assert all(finish.alike for finish in finishes), finishes
     assert torch.equal(logits_of(peers.models[3]), logits_of(peers.models[0]))
+
+
+def test_peers_of_different_ranks_are_padded_and_train_their_own(peers: Peers) -> None:
+    for rank in (1, 4, 2):
+        peers.tune(adapted(rank), rank=4)
+    model: Any = peers.models[0]
+    assert model.peft_config["default"].r == 4
+    assert torch.equal(logits_of(peers.models[0]), logits_of(base_of()))  # B is 0 at the start
+    peers.meet()
+    for seed in range(2):
+        peers.round(seed)
+        assert_mean(peers, [1.0, 1.0, 1.0])
+    assert torch.equal(logits_of(peers.models[0]), logits_of(peers.models[1]))
+    layer = peers.strategies[0]._layers[0]
+    padding = layer.a[1:].detach().clone(), layer.b[:, 1:].detach().clone(), layer.a[:1].detach().clone()
+    peers.train(0, 1)
+    assert torch.equal(padding[0], layer.a[1:])
+    assert torch.equal(padding[1], layer.b[:, 1:])
+    assert not torch.equal(padding[2], layer.a[:1])
+
+
+def test_padding_leaves_the_function_of_a_trained_adapter_as_it_is() -> None:
+    for options in ({}, {"use_rslora": True}):
+        model = adapted(2, **options)
+        with torch.no_grad():
+            for layer in LoRAAveraging(model, 3)._layers:
+                layer.b.normal_()
+        before = logits_of(model)
+        strategy = LoRAAveraging(model, 3, rank=5)
+        torch.testing.assert_close(logits_of(model), before)
+        assert {layer.rank for layer in strategy._layers} == {5}
+        assert {layer.scaling for layer in strategy._layers} == {8 / 5 if not options else 8 / 5**0.5}
 
 
 @pytest.mark.parametrize("options", [{"use_rslora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}])
@@ -296,31 +328,29 @@ def test_another_base_is_named_at_the_start(peers: Peers) -> None:
     changed = base_of()
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-    with pytest.raises(StateError, match=r"'model.layers.1.mlp.up_proj.weight' is float32 .* \(1 of 25 differ\)"):
+    with pytest.raises(StateError, match=r"'model.layers.1.mlp.up_proj.weight' has other values \(1 of 21 differ\)"):
         peers.tune(adapted(2, changed))
 
 
-DIFFERENCES: dict[str, tuple[Callable[[], PeftModel], str]] = {
+DIFFERENCES: dict[str, tuple[Callable[[], tuple[PeftModel, dict[str, Any]]], str]] = {
     "dtype": (
-        lambda: adapted(2, base_of().to(torch.bfloat16)),
-        r"'model.embed_tokens.weight' is float32 \[64, 32\] .* there, and bfloat16 \[64, 32\] .* here \(21 of 25",
+        lambda: (adapted(2, base_of().to(torch.bfloat16)), {}),
+        r"'model.embed_tokens.weight' is float32 \[64, 32\] there, and bfloat16 \[64, 32\] here \(21 of 21",
     ),
-    "layers": (lambda: adapted(2, base_of(num_hidden_layers=1)), "'model.layers.1.* there, and missing here"),
-    "rank": (lambda: adapted(3, lora_alpha=12), "q_proj' is rank 2 × 4 there, and rank 3 × 4 here"),
-    "alpha": (lambda: adapted(2, lora_alpha=16), "q_proj' is rank 2 × 4 there, and rank 2 × 8 here"),
-    "targets": (
-        lambda: adapted(2, target_modules=["q_proj"]),
-        "'model.layers.0.mlp.down_proj' is rank 2 × 4 there, and missing here",
-    ),
+    "layers": (lambda: (adapted(2, base_of(num_hidden_layers=1)), {}), "another base model: 9 frozen tensors"),
+    "rank": (lambda: (adapted(3, lora_alpha=12), {}), r"rank 2 in layer .* this peer's 3; .*LoRAAveraging\(rank=3\)"),
+    "alpha": (lambda: (adapted(2, lora_alpha=16), {}), "counts 4 times in layer .* this peer's 8 times"),
+    "targets": (lambda: (adapted(2, target_modules=["v_proj"]), {}), "'model.layers.0.mlp.down_proj' is only there"),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_differences_are_named(what: str) -> None:
     make, message = DIFFERENCES[what]
+    model, options = make()
     theirs = LoRAAveraging(adapted(), 3)._description
     with pytest.raises(StateError, match=message):
-        check_base(LoRAAveraging(make(), 3)._description, theirs)
+        check_base(LoRAAveraging(model, 3, **options)._description, theirs)
 
 
 def merged() -> PeftModel:
@@ -330,18 +360,21 @@ def merged() -> PeftModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: adapted(2, use_dora=True), r"layers.0.self_attn.q_proj' is Dora, which is not"),
-        (lambda: get_peft_model(base_of(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])), "is IA3"),
-        (lambda: adapted(2, target_modules=["embed_tokens"]), "layer.Embedding; only linear layers"),
-        (merged, "is merged"),
-        (base_of, "must be a PeftModel"),
+        (lambda: adapted(2, use_dora=True), {}, r"layers.0.self_attn.q_proj' is Dora, which is not"),
+        (lambda: get_peft_model(base_of(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])), {}, "is IA3"),
+        (lambda: adapted(2, target_modules=["embed_tokens"]), {}, "layer.Embedding; only linear layers"),
+        (merged, {}, "is merged"),
+        (base_of, {}, "must be a PeftModel"),
+        (adapted, {"rank": 1}, "has rank 2; rank must be at least that"),
     ],
 )
-def test_what_cannot_be_exact_is_refused_by_name(make: Callable[[], PeftModel], message: str) -> None:
+def test_what_cannot_be_exact_is_refused_by_name(
+    make: Callable[[], PeftModel], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        LoRAAveraging(make(), 3)
+        LoRAAveraging(make(), **({"sync_every": 3} | options))
 
 
 def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) -> None:
@@ -350,12 +383,11 @@ def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) ->
     with pytest.raises(ConfigError, match="averages A and B apart"):
         peers.tune().average_now()
     model = adapted()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, frozen = torch.optim.SGD(trained, lr=0.1), torch.optim.SGD(trained[:2], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(ConfigError, match="give the averager model=model"):
         DecentralizedAverager(optimizer, strategy=LoRAAveraging(model, 3), run_id="tune")
     with pytest.raises(ConfigError, match="make the optimizer after"):
-        DecentralizedAverager(frozen, model=model, strategy=LoRAAveraging(model, 3), run_id="tune")
+        DecentralizedAverager(optimizer, model=model, strategy=LoRAAveraging(model, 3, rank=4), run_id="tune")
     model = adapted()
     strategy = LoRAAveraging(model, 3)
     schedule_free = AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -363,9 +395,9 @@ def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) ->
         DecentralizedAverager(schedule_free, model=model, strategy=strategy, run_id="tune")
 
 
-def test_two_processes_end_with_the_same_model(tmp_path: Path) -> None:
+def test_two_processes_of_unequal_rank_end_with_the_same_model(tmp_path: Path) -> None:
     def start(number: int, *more: str) -> subprocess.Popen[str]:
-        options = [f"--text={number}", f"--output={tmp_path / str(number)}"]
+        options = [f"--own-rank={2 + number}", f"--text={number}", f"--output={tmp_path / str(number)}"]
         command = [sys.executable, "-m", "examples.adapters", "--steps=45", "--wait-for=2", *options, *more]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
 
