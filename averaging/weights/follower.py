@@ -13,9 +13,10 @@ from typing import Self
 import torch
 
 from averaging.common import plain_state
+from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError
 from averaging.metrics import CERTIFICATE_METRICS, MetricsListener, Samples, certificate_samples, counter, gauge
-from averaging.rpc import Credentials, EventLoopThread
+from averaging.rpc import Credentials, EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.layout import WeightSpec
 from averaging.weights.parts import check_own, part_of, write_part
@@ -113,8 +114,9 @@ class WeightFollower:
         listen: `host:port` at which this follower hands on versions; None if it does not. One that listens on loopback
             does not either, unless all publishers are on loopback.
         advertise: `host:port` at which other followers reach this one, if that differs.
-        credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them other machines cannot
-            connect to `listen`.
+        tls: Certificates.
+        token_file: File with the run's tokens.
+        insecure: Whether other machines may connect to `listen` without TLS.
         join_timeout: Seconds within which a publisher must answer at the start.
         metrics_listen: `host:port` for /metrics, /healthz and /readyz, see docs/operate/prometheus.md.
 
@@ -133,7 +135,9 @@ class WeightFollower:
         run_id: str = "",
         listen: str | None = "127.0.0.1:0",
         advertise: str | None = None,
-        credentials: Credentials | None = None,
+        tls: TLSFiles | None = None,
+        token_file: FilePath | None = None,
+        insecure: bool = False,
         join_timeout: float = 10.0,
         metrics_listen: str | None = None,
     ) -> None:
@@ -141,7 +145,7 @@ class WeightFollower:
         options = FollowerOptions(
             join=tuple(join) if not isinstance(join, str) else join,
             run_id=run_id,
-            credentials=credentials or Credentials(),
+            credentials=read_credentials(tls=tls, token_file=token_file, insecure=insecure),
             listen=listen,
             advertise=advertise,
             join_timeout=join_timeout,

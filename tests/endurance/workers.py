@@ -175,11 +175,8 @@ async def follow(options: dict[str, Any]) -> None:
 
 def follow_weights(options: dict[str, Any]) -> None:
     model, files = Model(options["slots"]), options["files"]
-    credentials = read_credentials(tls=tls_of(files), token_file=files["token_file"])
-    follower = WeightFollower(
-        model, join=[options["join"]], run_id="gradients", join_timeout=60.0, credentials=credentials
-    )
-    with follower as weights:
+    security: dict[str, Any] = {"tls": tls_of(files), "token_file": files["token_file"]}
+    with WeightFollower(model, join=[options["join"]], run_id="gradients", join_timeout=60.0, **security) as weights:
         tell("ready")
         while True:
             try:

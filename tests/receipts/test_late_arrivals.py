@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from averaging.receipts.explanation import describe, describe_late, last_to_arrive, merge
 from averaging.receipts.receipt import Account, LateArrival, Receipt
 from tests.receipts.made import A, B, C, D, receipt

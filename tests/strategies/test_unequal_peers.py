@@ -13,6 +13,7 @@ import pytest
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import ConfigError
+from averaging.training import History, Progress
 from tests.support.training import SGD, Start, step
 from tests.support.training_run import Noise, Run, Site, agree
 

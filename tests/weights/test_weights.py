@@ -308,7 +308,7 @@ async def test_tls_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(StateError, match="TLS"):
             await follow(stack, server.endpoint, join_timeout=1.0)
         model = state(1)
-        async with WeightFollower(model, join=[server.endpoint], credentials=credentials) as front:
+        async with WeightFollower(model, join=[server.endpoint], token_file=token, tls=tls) as front:
             assert await asyncio.to_thread(front.update, LIMIT)
         assert same(model, weights)
 
