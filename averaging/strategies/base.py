@@ -227,6 +227,7 @@ class Strategy(ABC):
         return None
 
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
+        """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self._terms(training)
         ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
