@@ -291,6 +291,17 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     if len(peers) > 1:
         yield _summary_of_agreement("averages", [(round_, [*round_.digests.values()]) for round_ in rounds])
         yield _summary_of_agreement("states", [(round_, [round_.states]) for round_ in rounds])
+        yield from _last_states(rounds)
+
+
+def _last_states(rounds: Sequence[Round]) -> Iterator[str]:
+    last = {receipt.endpoint: receipt.state for each in rounds for receipt in each.receipts if receipt.state}
+    holders = _grouped((digest, name) for name, digest in last.items())
+    if len(holders) > 1:
+        held = "; ".join(f"{digest} at {listed(sorted(names))}" for digest, names in sorted(holders.items()))
+        yield f"last states: DIFFERENT, by the last receipt of each: {held}"
+    elif holders:
+        yield f"last states: the same at all {len(last)} that say it"
 
 
 def _summary_of_agreement(what: str, reports: Sequence[tuple[Round, list[dict[str, list[str]]]]]) -> str:

@@ -127,10 +127,12 @@ def test_equal_averages_of_different_states_are_not_called_the_same() -> None:
     assert "agree" not in lines[1]
     assert "all 2 agree" in lines[2]
     partly = ", 2 of them only between some of the members"
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         f"averages: the same in all of 2 rounds that can be compared{partly}",
         f"states: DIFFERENT in 1 of 2 rounds that can be compared{partly}",
+        "last states: the same at all 2 that say it",
     ]
+    assert list(explain(told[:3]))[-1] == f"last states: DIFFERENT, by the last receipt of each: bb at {B}; cc at {A}"
 
 
 def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:

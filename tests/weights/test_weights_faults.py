@@ -93,7 +93,8 @@ async def test_the_publisher_is_killed(share: float, first: bool) -> None:
             if first:
                 assert follower.newest is None
             else:
-                assert holds(follower, weights_of(1))
+                # On a busy machine the rest may come before the kill.
+                assert any(holds(follower, weights_of(version)) for version in (1, 2))
             await asyncio.to_thread(trainer.wait)
             # It starts again from its checkpoint, with the version that was being published.
             with worker(proxy.target, version) as restarted:
