@@ -29,18 +29,15 @@ def shown(metrics: tuple[Metric, ...], samples: Samples) -> dict[str, dict[tuple
     return parsed(generate_latest(registry).decode())
 
 
-@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_names_follow_the_conventions_of_prometheus(metric: Metric) -> None:
-    assert re.fullmatch(r"averaging_[a-z_]+[a-z]", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
-    assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib)(_|$)", metric.name)
-    assert metric.help.endswith(".")
-    assert not {"peer", "endpoint", "member", "host", "address"} & set(metric.labels)
-    assert all(len(values) == len(metric.labels) for values in metric.known)
-
-
-def test_no_name_is_declared_twice() -> None:
+def test_names_are_unique_and_follow_the_conventions_of_prometheus() -> None:
     assert len({metric.name for metric in ALL}) == len(ALL)
+    for metric in ALL:
+        assert re.fullmatch(r"averaging_[a-z_]+[a-z]", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib)(_|$)", metric.name)
+        assert metric.help.endswith("."), metric
+        assert not {"peer", "endpoint", "member", "host", "address"} & set(metric.labels), metric
+        assert all(len(values) == len(metric.labels) for values in metric.known), metric
 
 
 def test_what_has_not_happened_yet_is_zero_and_what_is_unknown_is_missing() -> None:
