@@ -89,19 +89,12 @@ def test_wrong_arguments_are_usage_errors(tmp_path: Path) -> None:
         assert message in result.output, (options, result.output)
 
 
-def test_a_feed_that_refuses_ends_it(tmp_path: Path, engine: EngineProcess) -> None:
-    (tmp_path / "token").write_text("a" * 64 + "\n")
-    with (
-        Feed(tmp_path / "feed.sqlite", "--token-file", str(tmp_path / "token")) as feed,
-        started(tmp_path, engine, feed) as process,
-    ):
-        assert process.wait() == 1
-        assert "401" in process.events("error")[0]["message"]
-
-
-def test_the_password_of_a_feed_is_not_told(tmp_path: Path, engine: EngineProcess) -> None:
+def test_a_feed_that_refuses_ends_it_and_its_password_is_not_told(tmp_path: Path, engine: EngineProcess) -> None:
     (tmp_path / "token").write_text("a" * 64 + "\n")
     with Feed(tmp_path / "feed.sqlite", "--token-file", str(tmp_path / "token")) as feed:
+        with started(tmp_path, engine, feed) as process:
+            assert process.wait() == 1
+            assert "401" in process.events("error")[0]["message"]
         feed.url = feed.url.replace("http://", f"http://any:{'a' * 64}@")
         with started(tmp_path, engine, feed) as process:
             away = process.expect("away")  # no trainer has started

@@ -375,9 +375,6 @@ async def test_messages_of_strangers_are_refused() -> None:
 
         with pytest.raises(CallRefusedError, match="number of an open session"):
             await channel.call(methods.SET_MODEL_STATE_DICT.rpc, send(wire.StatePart(head=head)), LIMIT)
-        request = wire.StatusRequest(status=wire.RUNNING, session=b"guess")
-        with pytest.raises(CallRefusedError, match="number of an open session"):
-            await channel.call(methods.SET_EXPLORER_STATUS.rpc, request, LIMIT)
         calls = [
             each for each in vars(methods).values() if isinstance(each, methods.SynchronizerMethod) and each.session
         ]

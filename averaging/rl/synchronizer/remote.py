@@ -161,19 +161,16 @@ class RemoteSynchronizer:
         (await self._open_session()).announce(module)  # again after a session was lost, as the statuses are
 
     async def set_trainer_status(self, status: RunningStatus | str) -> None:
-        """See `Synchronizer.set_trainer_status`."""
         status = one_of(RunningStatus, status, "status")
         await self._call(methods.SET_TRAINER_STATUS, status=status)
         self._trainer_status = status
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """See `Synchronizer.trainer_requires_weight_sync`."""
         return await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC)
 
     async def set_explorer_status(
         self, status: RunningStatus | str, old_status: RunningStatus | str | None = None
     ) -> None:
-        """See `Synchronizer.set_explorer_status`."""
         status = one_of(RunningStatus, status, "status")
         old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
         await self._call(methods.SET_EXPLORER_STATUS, status=status, old_status=old)
@@ -182,7 +179,6 @@ class RemoteSynchronizer:
             self._explorers[old] -= 1
 
     async def explorer_requires_sync(self) -> bool:
-        """See `Synchronizer.explorer_requires_sync`."""
         return await self._call(methods.EXPLORER_REQUIRES_SYNC)
 
     async def set_model_state_dict(self, model_state_dict: StateDict | str | None, trainer_step: int) -> int:
@@ -210,7 +206,6 @@ class RemoteSynchronizer:
         return await self._read_state()
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, object]]:
-        """See `Synchronizer.get_model_state_dict_iterator`."""
         state, _ = await self.get_model_state_dict()
         if isinstance(state, str):
             raise ConfigError(f"the state is a path, {state}; get_model_state_dict() returns it")
@@ -218,11 +213,9 @@ class RemoteSynchronizer:
             yield item
 
     async def get_state_dict_meta(self) -> Meta | None:
-        """See `Synchronizer.get_state_dict_meta`."""
         return await self._call(methods.GET_STATE_DICT_META)
 
     async def wait_new_model_state_dict(self, current_version: int, *, timeout: float = 0.0) -> int:
-        """See `Synchronizer.wait_new_model_state_dict`."""
         call = methods.WAIT_NEW_MODEL_STATE_DICT
         version = await self._call(call, current_version=current_version, timeout=timeout)
         if version is None:
@@ -230,34 +223,27 @@ class RemoteSynchronizer:
         return version
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """See `Synchronizer.notify_no_new_model_state_dict`."""
         await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT)
 
     async def get_latest_model_version(self) -> int:
-        """See `Synchronizer.get_latest_model_version`."""
         return await self._call(methods.GET_LATEST_MODEL_VERSION)
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """See `Synchronizer.get_latest_model_path`."""
         return await self._call(methods.GET_LATEST_MODEL_PATH, use_huggingface=use_huggingface)
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
     ) -> None:
-        """See `Synchronizer.setup_weight_sync_group`."""
         address = {"master_address": master_address, "master_port": master_port}
         await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, **address, state_dict_meta=state_dict_meta)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
-        """See `Synchronizer.coordinate_weight_sync_setup`."""
         await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, timeout=timeout)
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """See `Synchronizer.coordinate_weight_sync_teardown`."""
         await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN)
 
     async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
-        """See `Synchronizer.ready_to_nccl_sync`."""
         version = await self._call(methods.READY_TO_NCCL_SYNC, module=module, trainer_step=trainer_step)
         if module == "trainer":
             self._trainer_status = RunningStatus.RUNNING
