@@ -147,11 +147,6 @@ def test_malformed_states_change_nothing(packed: object) -> None:
     assert str(optimizer.state_dict()) == before
 
 
-def test_another_optimizers_state_is_refused_by_name() -> None:
-    with pytest.raises(StateError, match="its optimizer is SGD, but this peer's is AdamW"):
-        load_optimizer(torch.optim.AdamW(parameters()), *travel(torch.optim.SGD(parameters())))
-
-
 RMSPROP: Make = partial(torch.optim.RMSprop, lr=0.1)
 
 

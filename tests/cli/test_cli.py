@@ -114,7 +114,7 @@ def test_counters_and_excluded_tensors_stay_as_they_are(start: Start, tmp_path: 
         assert found["1.num_batches_tracked"].item() == 10 * value
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGTERM, signal.SIGINT]))
 def test_a_serving_peer_leaves_in_order(start: Start, files: list[Path], number: signal.Signals) -> None:
     serve = (*PAIR, "--serve", "--group-wait", 2)
     staying = start("peer", files[0], *serve, "--output", out(files[0]))
@@ -141,7 +141,7 @@ def test_a_serving_peer_leaves_in_order(start: Start, files: list[Path], number:
     assert_holds(out(files[0]), (1.5 + 3) / 2)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), rest_is_long([(signal.SIGTERM, 143), (signal.SIGINT, 130)]))
 def test_a_signal_without_serve_writes_nothing(
     start: Start, files: list[Path], number: signal.Signals, code: int
 ) -> None:

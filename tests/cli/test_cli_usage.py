@@ -25,6 +25,7 @@ from averaging.cli.running import DEFAULTS, CommandError, run, starting
 from averaging.config import OPTIONS, NonFinite, PeerConfig
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import CompressionType
+from tests.support.selection import rest_is_long
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.Mon
     assert result.stderr == "Error: stopped by SIGINT\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_before_the_start_is_reported_and_gives_the_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys\n"
@@ -224,7 +225,7 @@ def test_a_signal_after_the_work_does_not_deny_it(number: signal.Signals) -> Non
     assert caught.value.exit_code == 128 + number
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_while_python_ends_changes_no_exit_code(number: signal.Signals) -> None:
     program = (
         "import atexit, signal; from averaging.cli import main; "

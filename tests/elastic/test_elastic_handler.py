@@ -140,22 +140,6 @@ def test_the_register_moves_to_another_process_of_the_same_machine(nodes: Nodes)
     assert nodes.meet(other)[0].world_size == 1
 
 
-def test_tampered_bytes_are_named_and_tried_again(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryRegister()
-    register = nodes.register(store)
-    handler = nodes.node(1, 1, is_host=False)
-    nodes.meet(handler)
-
-    async def tamper() -> None:
-        entry = await store.get("elastic/job/state")
-        assert entry is not None
-        assert (await store.compare_and_set("elastic/job/state", b"cos\nsystem\n" + entry.value, entry.token)).done
-
-    register.run(tamper())
-    wait_for(lambda: handler.num_nodes_waiting() == 0 and "nobody with this run's token wrote" in caplog.text)
-    assert nodes.meet(handler)[0].world_size == 1
-
-
 class Bomb:
     """Leaves a file where it is unpickled."""
 
