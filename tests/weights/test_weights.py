@@ -260,14 +260,6 @@ def test_wrappers_at_either_side_change_no_name() -> None:
     assert same(followed.state_dict(), published.state_dict())
 
 
-def test_a_model_that_turns_out_to_be_another_one_later() -> None:
-    publisher, model = WeightPublisher(), {"other": torch.zeros(2)}
-    with Publishing(publisher) as endpoint, WeightFollower(model, join=[endpoint]) as follower:
-        publisher.publish_now(state(), 1)
-        with pytest.raises(TensorError, match="'other' .* is only here"):
-            follower.update(timeout=LIMIT)
-
-
 async def test_a_peer_that_publishes_nothing_is_named() -> None:
     async with Peer([torch.zeros(2)], run_id="run") as peer, AsyncExitStack() as stack:
         with pytest.raises(StateError, match=rf"{peer.endpoint} publishes no weights; .*services=\[WeightPublisher"):
