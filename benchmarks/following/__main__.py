@@ -75,7 +75,7 @@ async def place(options: argparse.Namespace, mbits: Sequence[float] = ()) -> Asy
             yield Place(processes, None)
         return
     check_tools()
-    with Links(Setting("following", tuple(mbits), options.rtt / 1000, ()), options.congestion) as links:
+    with Links(Setting("following", tuple(mbits), options.rtt / 1000, ())) as links:
         async with crew() as processes:
             yield Place(processes, links)
 
@@ -263,7 +263,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="of `loopback` (64 1024)")
     parser.add_argument("--repeats", type=int, default=3, help="of each case, after the first (3)")
     parser.add_argument("--rtt", type=float, default=50.0, metavar="MS", help="round trip of the links (50)")
-    parser.add_argument("--congestion", help="TCP's congestion control on the links; the machine's by default")
     options = parser.parse_args()
     if min(*options.mib, options.repeats) < 1:
         parser.error("needs at least 1 MiB and 1 repeat")

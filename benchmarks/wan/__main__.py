@@ -252,9 +252,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", help="MiB of float32 at each peer (as the setting has it)")
     parser.add_argument("--codecs", nargs="+", choices=WIRE, default=list(WIRE), help="of this library (all)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up (5)")
-    parser.add_argument(
-        "--congestion", metavar="NAME", help="TCP's congestion control at the peers, as cubic or bbr (the machine's)"
-    )
     options = parser.parse_args()
     if options.rounds < 1 or min(options.mib or [1]) < 1:
         parser.error("there must be at least 1 MiB and 1 round")
@@ -263,7 +260,7 @@ def main() -> None:
         make_folder(parser, options.output)
         results: dict[str, Any] = machine() | {"rounds": options.rounds, "cases": []}
         for name in options.settings:
-            with Links(SETTINGS[name], options.congestion) as links:
+            with Links(SETTINGS[name]) as links:
                 asyncio.run(run(options, name, links, results))
     except (LinkError, WorkerError) as error:
         print(f"The links cannot be measured: {error}", file=sys.stderr)

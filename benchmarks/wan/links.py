@@ -53,15 +53,12 @@ def check_tools() -> None:
 class Links:
     """The namespaces of a setting, a context manager that removes them at its end.
 
-    Args:
-        congestion: TCP's congestion control at the peers; None leaves the machine's.
-
     Raises:
         LinkError: they could not be set up.
     """
 
-    def __init__(self, setting: Setting, congestion: str | None) -> None:
-        self._setting, self._congestion = setting, congestion
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
         self._hub = f"{PREFIX}-{os.getpid()}-hub"
         self._peers = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(len(setting.mbits))]
         self._stack = ExitStack()
@@ -130,15 +127,6 @@ class Links:
         shape = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{burst}b", "limit", f"{length}b")
         run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
         run("tc", "-n", self._hub, "qdisc", "add", "dev", device, *shape)
-        if self._congestion is not None:
-            try:
-                key = f"net.ipv4.tcp_congestion_control={self._congestion}"
-                run(*inside(name), "sysctl", "-qw", key)
-            except LinkError as error:
-                raise LinkError(
-                    f"{error}\nA namespace may take what net.ipv4.tcp_allowed_congestion_control lists; add "
-                    f"{self._congestion} to it (sysctl -w), from among net.ipv4.tcp_available_congestion_control"
-                ) from None
 
 
 @contextmanager

@@ -187,19 +187,6 @@ async def test_a_reducer_that_never_ends_its_stream(foreign: Foreign) -> None:
             assert torch.equal(await group.ends(without=False), wanted)
 
 
-async def test_our_peer_gives_up(foreign: Foreign) -> None:
-    async with group_with(foreign, client=False, replies=[], hangs=True) as group:
-        messages = await group.messages(group.bad)
-        sending = group.bad_sends(messages)
-        first = await group.bad.next_stream()
-        group_id, endpoint = group.announced["group_id"], group.us.endpoint
-        assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
-        await group.has_taken(len(messages))
-        group.receipt.cancel()
-        assert await group.bad.next_stream() == {"code": "CANCELLED", "group_id": group_id, "endpoint": endpoint}
-        assert await sending == [{"code": "CANCELLED"}]
-
-
 async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(*_: object) -> None:
         raise ZeroDivisionError

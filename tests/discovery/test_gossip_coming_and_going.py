@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS
 from averaging.errors import CallRefusedError, ClosedError, JoinError
@@ -18,7 +17,6 @@ from tests.support.gossip_swarm import (
     KEY,
     NO_AVERAGING,
     PEERS,
-    RUN,
     GossipSwarm,
     everywhere,
     in_an_hour,
@@ -187,20 +185,6 @@ async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
         await asyncio.sleep(60)
         assert all("peer-3:1" in members(peer) for peer in peers)
         assert all(peer.get(KEY)["peer-3:1"].value == b"new" for peer in peers)
-
-
-@in_virtual_time
-async def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
-    async with GossipSwarm(21) as swarm:
-        for error in (KeyError("mine"), asyncio.CancelledError()):
-            swarm.start("a:1")
-            discovery = swarm["a:1"]
-            await swarm.stop("a:1")
-            transport = swarm.network.transport("b:1")
-            discovery = GossipDiscovery(RUN, "b:1", transport, clock=virtual_time.clock)
-            with pytest.raises(type(error)):
-                async with discovery:
-                    raise error
 
 
 @in_virtual_time

@@ -22,7 +22,6 @@ from averaging.doctor import Severity, connections, other_peer
 from averaging.errors import PeerUnreachableError
 from averaging.peer import PeerContext
 from averaging.probe import ECHO, SOFTWARE
-from averaging.receipts import TrainingProgress
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.security.ca import issue, make_authority
 from averaging.seeds.sources import EtcdSeeds
@@ -286,34 +285,6 @@ async def test_a_handshake_that_hangs_is_tried_with_small_packets(
     assert ("packets of 1,280 bytes pass, and larger ones vanish" in told) is small_pass
     assert ("mtu 1280" in told) is small_pass
     assert ("it does not answer during the TLS handshake" in told) is not small_pass
-
-
-async def test_with_tls_a_caller_is_called_back_at_the_hosts_of_its_certificate_only(tmp_path: Path) -> None:
-    files: Any = write(tmp_path, "127.0.0.1")
-    async with Peer([torch.ones(2)], run_id="run", **files) as peer:
-        fits = await examined(peer.endpoint, listen=free_address(), **files)
-        other = await examined(peer.endpoint, listen=free_address(), advertise=f"localhost:{free_port()}", **files)
-    assert about(fits, "call-back")[0].severity is Severity.OK
-    assert "its certificate is for 127.0.0.1" in about(other, "call-back")[0].text
-
-
-async def test_the_strategies_are_compared() -> None:
-    def training(strategy: str) -> Any:
-        return lambda: TrainingProgress(strategy, "training", 3, None)
-
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(
-            Peer(MODEL, run_id="run", context=PeerContext(training=training("DiLoCo")))
-        )
-        second = await stack.enter_async_context(
-            Peer(MODEL, run_id="run", context=PeerContext(training=training("LocalSGD")))
-        )
-        found = await examined(first.endpoint, strategy="diloco")
-        differs = await examined(second.endpoint, strategy="diloco")
-        between = await examined(first.endpoint, second.endpoint)
-    assert about(found, "strategy")[0].text == "the peer trains with DiLoCo, as here"
-    assert "diloco here and LocalSGD there" in wrong(differs)["strategy"]
-    assert re.match(r"DiLoCo at 127\.0\.0\.1:\d+ and LocalSGD there", wrong(between)["strategy"])
 
 
 def test_the_options_that_must_be_the_same_are_those_whose_help_says_so() -> None:

@@ -129,7 +129,7 @@ def test_a_peer_that_cannot_be_called_costs_few_rounds() -> None:
     swarm.simulate(main())
 
 
-PEER, OTHER = "192.0.2.1:1", "192.0.2.2:1"
+PEER = "192.0.2.1:1"
 
 
 def test_a_peer_is_excluded_after_two_faults_in_a_row_and_longer_each_further_time() -> None:
@@ -146,16 +146,6 @@ def test_a_peer_is_excluded_after_two_faults_in_a_row_and_longer_each_further_ti
     conduct.note_well(PEER)
     conduct.note_fault(PEER, now)
     assert conduct.excluded(now) == {}
-
-
-def test_a_peer_that_does_not_answer_is_silent_until_it_does() -> None:
-    conduct = Conduct()
-    for times in range(1, 4):
-        conduct.note_silence(PEER)
-        assert (conduct.standing(PEER, 0.0), conduct.unanswered(PEER)) == (LeaderStanding.SILENT, times)
-    assert conduct.standing(OTHER, 0.0) is LeaderStanding.GOOD
-    conduct.note_answer(PEER)
-    assert (conduct.standing(PEER, 0.0), conduct.unanswered(PEER)) == (LeaderStanding.GOOD, 0)
 
 
 def test_a_deserter_is_remembered_until_it_begins_a_group() -> None:

@@ -176,23 +176,3 @@ def test_peers_with_link_local_addresses(sites: TwoSites, files: list[Path], tmp
     ended(first, "done")
     ended(second, "done")
     assert "sealed" in lanes(tmp_path)
-
-
-def test_two_sites_of_two_ranks_with_ports_side_by_side(sites: TwoSites) -> None:
-    """fully_shard divides the model, and rank n listens at the port of the site plus n."""
-    running = []
-    for number, (place, own, port) in enumerate((("a", A, 4400), ("b", B, 4500))):
-        sites.write_hosts(place, f"::1 localhost\n{own} {gethostname()}\n{A} a.site\n{B} b.site")
-        options = {"listen": f"[::]:{port}", "advertise": f"[{own}]:{port}", "insecure": True}
-        told = {
-            **{"strategy": "local", "inside": "fsdp", "steps": 4, "number": number, "sites": 2},
-            **{"options": options, "join": [f"[{A}]:4400"] if number else []},
-        }
-        for rank in range(2):
-            where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            env = os.environ | where | {"MASTER_ADDR": own, "MASTER_PORT": "29500"}
-            command = ("python", "-m", "tests.support.site_worker", json.dumps(told))
-            running.append(sites.start(place, *command, env=env))
-        assert {rank.expect("ready", SLOW)["endpoint"] for rank in running[-2:]} == {f"[{own}]:{port}"}
-    weights = [rank.expect("done", SLOW)["weights"] for rank in running]
-    assert weights[0] == weights[1] == weights[2] == weights[3]

@@ -82,23 +82,6 @@ async def test_no_address_but_the_caller_s_is_dialled(monkeypatch: pytest.Monkey
     assert {*dialled} == {"203.0.113.7"}
 
 
-async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dialled: list[Any] = []
-
-    async def record(host: str, *_: Any, **__: Any) -> Any:
-        dialled.append(host)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(asyncio, "open_connection", record)
-    found = await dial("[fe80::7%wlan0]:4222", "ipv6:%5Bfe80::7%25eth1%5D", loopback=False)
-    assert found.outcome == DialOutcome.REFUSED
-    assert dialled == ["fe80::7%eth1"]
-    other = await dial("[fe80::8%wlan0]:4222", "ipv6:%5Bfe80::7%25eth1%5D", loopback=False)
-    assert other.outcome == DialOutcome.NOT_YOURS
-
-
 @pytest.mark.parametrize(
     ("host", "endpoint", "loopback"),
     [
@@ -113,12 +96,6 @@ async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine
 async def test_addresses_at_which_no_peer_can_be(host: str, endpoint: str, loopback: bool) -> None:
     with pytest.raises(ProtocolViolationError):
         await dial(endpoint, host, loopback=loopback)
-
-
-async def test_a_caller_over_ipv6_may_have_an_address_of_ipv4() -> None:
-    async with greeting(NONCE) as port:
-        dialled = await dial(f"127.0.0.1:{port}", "ipv6:%5B::ffff:127.0.0.1%5D")
-    assert (dialled.outcome, dialled.caller) == (DialOutcome.REACHED, "127.0.0.1")
 
 
 async def test_a_listener_without_tls_has_no_certificate_for_its_host() -> None:

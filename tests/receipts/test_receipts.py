@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from averaging.allreduce import RoundResult
 from averaging.errors import (
     TensorError,
 )
-from averaging.peer.rounds import _why_failed
-from averaging.peer.topics import Adopt
 from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge
@@ -150,16 +147,6 @@ def test_a_silent_member_is_dropped_with_the_figures(seed: int) -> None:
     check_digests(results, results)
 
 
-def test_numbers_that_are_none_have_their_own_code() -> None:
-    simulation = Simulation(1, nodes(3), [(400,)])
-    simulation.tensors["peer:3"][0][:] = float("nan")  # the round reads them where they are
-    virtual_time.run(simulation.run())
-    for name in NAMES[:2]:
-        (dropped,) = simulation.results[name].dropped
-        assert (dropped.endpoint, dropped.code) == ("peer:3", DropCode.NON_FINITE)
-        assert "sent NaN or infinity in part 0" in dropped.reason
-
-
 @pytest.mark.parametrize("elements", [100, 2000])  # parts that are all read ahead, and many more
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_slow_sender_is_the_straggler(count: int, elements: int) -> None:
@@ -240,32 +227,6 @@ def test_an_attempt_that_raises_leaves_a_receipt_too(tmp_path: Path) -> None:
     assert (alone.outcome, alone.role, alone.accounts) == (Outcome.NO_GROUP, None, ())
 
 
-def test_an_attempt_that_was_cancelled_too_late_leaves_the_receipt_of_an_average() -> None:
-    swarm = Swarm(6)
-    tensors = [torch.full((3,), value) for value in (1.0, 3.0)]
-    late, other = (swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2) for n in range(2))
-
-    async def main() -> None:
-        async with late, other:
-            shared = late._tensors
-            while_locked = shared.while_locked
-
-            async def cancelled(action: Callable[[], Any], timeout: float, nbytes: int) -> None:
-                if await while_locked(action, timeout, nbytes) is None and late.version:  # the average was written
-                    raise asyncio.CancelledError
-
-            shared.while_locked = cancelled  # type: ignore[method-assign, assignment]
-            ends = await asyncio.gather(late.average(), other.average(), return_exceptions=True)
-            assert isinstance(ends[0], asyncio.CancelledError)
-            receipt = late.status.last_round
-            assert receipt is not None
-            assert (receipt.outcome, receipt.reason, receipt.state_version) == (Outcome.AVERAGED, "", 1)
-            assert late.status.rounds == 1
-
-    swarm.simulate(main())
-    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
-
-
 def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of_its_own() -> None:
     swarm, broken = Swarm(6), False
     tensors = [torch.full((3,), value) for value in (1.0, 3.0)]
@@ -318,22 +279,6 @@ def test_clients_who_lose_their_only_reducer_have_averaged_nothing() -> None:
         assert receipt.outcome is Outcome.FAILED
         assert receipt.reason.startswith("nothing came from any other member (peer:1: ")
         assert receipt.state_version == 0
-
-
-@pytest.mark.parametrize("mode", Mode)
-def test_members_without_a_weight_who_lose_all_that_have_one_have_averaged_nothing(mode: Mode) -> None:
-    other = "client::1" if mode is Mode.CLIENT else "peer:2"
-    members = [Member("peer:1", weight=0.0), Member(other, weight=0.0, mode=mode), Member("peer:3")]
-    simulation = Simulation(1, members, [(400,)])
-
-    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
-        simulation.network.kill("peer:3")
-        await simulation.cancel(tasks["peer:3"])
-
-    virtual_time.run(simulation.run(kill))
-    for name in ("peer:1", other):
-        reason = _why_failed(simulation.group, name, simulation.results[name], Adopt.AVERAGE)
-        assert reason.startswith("all other members were lost (peer:3: ")
 
 
 def test_a_question_that_fails_while_a_group_is_looked_for_is_the_attempts_error(tmp_path: Path) -> None:

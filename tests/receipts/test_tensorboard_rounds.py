@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from averaging import LocalSGD, Outcome, Receipt
 from averaging.integrations.loggers import RoundLogger, TensorBoardRounds, round_scalars
@@ -78,19 +77,6 @@ def test_a_receipt_in_numbers() -> None:
     }
     failed = round_scalars(Receipt(8, Outcome.NO_GROUP, "nobody else was seen"))
     assert (failed["round/averaged"], failed["round/straggler_seconds"]) == (0, 0)
-
-
-def test_a_writer_that_is_given_gets_numbers_and_words(tmp_path: Path) -> None:
-    writer = SummaryWriter(str(tmp_path))
-    rounds = TensorBoardRounds(writer)
-    assert rounds.writer is writer
-    rounds(RECEIPT)
-    writer.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert values(events, "round/kept_local") == [4]
-    (text,) = events.Tensors("round/receipt/text_summary")
-    (found,) = text.tensor_proto.string_val
-    assert b"lost 127.0.0.1:3 (sent nothing); waited for 127.0.0.1:2" in found
 
 
 def test_what_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,24 +41,6 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 PATIENCE = 20.0
 
 
-async def test_headers_that_are_too_large_are_refused() -> None:
-    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
-        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
-        await call(b"", metadata=(("x", "v" * (channel_options.MAX_METADATA_BYTES // 2)),))
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call(b"", metadata=(("x", "v" * channel_options.MAX_METADATA_BYTES),))
-    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
-    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
-        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
-        await call(b"")
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call(bytes(4096), compression=grpc.Compression.Gzip)
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_options, "MAX_STREAMS", 4)
     peer = FakePeer()
