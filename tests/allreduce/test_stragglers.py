@@ -131,16 +131,6 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
     return virtual_time.run(main())
 
 
-def test_time_before_this_member_is_ready_does_not_count() -> None:
-    assert played((0.1, "b"), (0.2, "b"), (5.0, "a"), (5.1, "c"), (5.2, "c")).straggler is None
-    assert played((0.1, "b"), (0.2, "b"), (1.0, "a"), (5.0, "c")).straggler == Straggler("c", 4.0, "parts")
-
-
-def test_a_dropped_member_does_not_hide_a_straggler() -> None:
-    result = played((0.1, "b"), (0.1, "b"), (0.2, "c"), (1.0, "-d"), (5.0, "c"), members="abcd")
-    assert result.straggler == Straggler("c", 4.0, "parts")
-
-
 def test_data_of_another_member_counts_only_if_something_was_averaged() -> None:
     assert not played((1.0, "b")).received_any
     assert not played(averaged=True).received_any

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits, UnsignedIdentity
+from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, ExchangeReply, Record, Rumour
 from averaging.testing import virtual_time
@@ -37,29 +36,6 @@ async def test_a_new_record_reaches_every_peer_with_one_message_each(count: int)
         hops = math.ceil(math.log(count, swarm.settings.fanout)) + 1
         assert seconds <= hops * (0.04 + swarm.settings.tick) + 0.01
         assert swarm.network.calls["push"] - before == count - 1
-
-
-@in_virtual_time
-async def test_each_peer_checks_a_signature_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: Counter[tuple[int, int]] = Counter()  # by peer and version
-
-    def verify(identity: UnsignedIdentity, run_id: str, record: Record) -> bool:
-        if record.key == KEY:
-            checked[id(identity), record.version] += 1
-        return True
-
-    monkeypatch.setattr(UnsignedIdentity, "verify", verify)
-    async with GossipSwarm(1, settings=GossipSettings(exchange_interval=0.05)) as swarm:
-        peers = await swarm.grow(8)
-        for value in (b"one", b"two"):
-            await peers[3].store(KEY, "a:1", value, in_an_hour())
-            await asyncio.sleep(1.0)  # exchanges offer it again and again
-        assert everywhere(peers, KEY, {"a:1"})()
-        assert set(checked.values()) == {1}
-        assert len(checked) == 2 * 8
-        await peers[3].withdraw(KEY, "a:1")
-        await asyncio.sleep(1.0)
-        assert len(checked) == 3 * 8
 
 
 @in_virtual_time

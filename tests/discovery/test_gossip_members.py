@@ -77,18 +77,6 @@ def test_a_member_whose_address_refuses_connections_is_gone_until_it_is_alive() 
     assert several.silent(1003.0).keys() == {"other:1"}
 
 
-def test_one_that_refuses_connections_and_calls_is_silent_and_not_gone() -> None:
-    several = members("seed:1")
-    several.add("a:1")
-    several.suspect("a:1", 100.0, "connection refused", refused=True)
-    several.note_call("a:1", 105.0)
-    several.remove("a:1", 106.0, expired=True)
-    several.suspect("a:1", 107.0, "connection refused", refused=True)
-    assert several.silent(108.0) == {"a:1": "connection refused"}
-    several.suspect("a:1", 166.0, "connection refused", refused=True)
-    assert several.silent(167.0) == {}  # its last call was a minute ago
-
-
 def test_seeds_are_tried_again_until_they_are_members() -> None:
     several = members("a:1", "b:1", "a:1", OWN)
     assert several.seeds == ("a:1", "b:1")

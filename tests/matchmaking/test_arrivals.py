@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.matchmaking.memory import (
-    GROUP_START_SECONDS,
     MIN_LATE_FRACTION,
     MIN_LATE_SECONDS,
     RENEWAL_SECONDS,
@@ -79,15 +78,6 @@ def test_a_search_that_has_ended_does_not_count_for_the_next_one() -> None:
     arrivals.set_ready(108.0)
     assert arrivals.waited(A) == pytest.approx(4.0)
     assert arrivals.waited(B) == 0.0  # its next declaration has not come yet
-
-
-def test_a_member_that_ends_its_search_just_before_the_group_is_ready_belongs_to_it() -> None:
-    arrivals = observed(LATE)
-    arrivals.observe({OWN: True, A: False, B: True, LATE: False}, 109.4)
-    arrivals.set_ready(109.4 + 0.5 * GROUP_START_SECONDS)
-    assert arrivals.waited(A) == pytest.approx(9.3 + 0.5 * GROUP_START_SECONDS)
-    arrivals.set_ready(109.4 + 1.5 * GROUP_START_SECONDS)
-    assert arrivals.waited(A) == 0.0  # that was another group
 
 
 def test_only_its_leader_knows_when_a_client_arrived() -> None:

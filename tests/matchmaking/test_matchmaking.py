@@ -64,27 +64,6 @@ def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
             assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
 
 
-def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Not in every search, and not in every phase of a topic."""
-    swarm = Swarm(1)
-    peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], group_wait=2.0) for n in (1, 2)]
-
-    async def main() -> None:
-        async with peers[0], peers[1]:
-            topics = [peer.topic("other", {"w": torch.zeros(n)}) for n, peer in enumerate(peers, 1)]
-            for step in range(5):
-                await asyncio.gather(*(peer.average() for peer in peers))
-                phases = zip(peers, topics, strict=True)
-                await asyncio.gather(
-                    *(peer.average(topic, phase=f"{step}", search_timeout=2.0) for peer, topic in phases)
-                )
-
-    swarm.simulate(main())
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told
-    assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
-
-
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
     options: dict[str, Any] = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}

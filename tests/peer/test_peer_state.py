@@ -82,12 +82,6 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
         assert mine["w"].item() == 1.0
 
 
-async def test_a_dict_that_newcomers_could_not_read_is_refused_before_anybody_asks_for_it() -> None:
-    async with AsyncExitStack() as stack:
-        with pytest.raises(StateError, match=r"the state's user dict: a dict has the key \(1, 2\)"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({}, {"table": {(1, 2): 3}}))
-
-
 async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state() -> None:
     user: dict[str, Any] = {"epoch": 1, "losses": [0.5]}
     async with AsyncExitStack() as stack:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -84,18 +83,6 @@ async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> 
     found, donor = await donors.fetch()
     assert donor == "y:1"
     assert equal(found, state(1))
-
-
-async def test_a_peer_that_could_not_deliver_is_reported_in_the_log_only_where_no_error_reports_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [0], "y:1": [0, 99]})
-    with pytest.raises(StateError, match="x:1: connection lost.*y:1: connection lost"):
-        await donors.fetch()
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
-    await donors.fetch()
-    [told] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert told == "could not download the state from x:1: connection lost; downloaded it from y:1"
 
 
 async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 import grpc
 import pytest
@@ -28,13 +27,6 @@ GRACE = 30.0
 
 def transport(listen: str | None, advertise: str | None = None) -> GrpcTransport:
     return GrpcTransport(listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True))
-
-
-class Taken:
-    """A server that takes no port."""
-
-    def __init__(self, *_: object) -> None:
-        self.port = 4222
 
 
 async def bound(listen: str | None, advertise: str | None = None) -> str:
@@ -60,42 +52,6 @@ async def test_the_endpoint_has_the_port_that_was_taken(listen: str, advertise: 
     assert endpoint.startswith(f"{host}:")
     assert is_endpoint(endpoint)
     assert advertise is None or advertise in (f"{host}:0", endpoint)
-
-
-@pytest.mark.parametrize(
-    ("listen", "advertise", "join", "words"),
-    [
-        ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is elsewhere"),
-        ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on this machine can"),
-        ("127.0.0.1:0", None, [], None),
-        ("127.0.0.1:0", None, ["here.example.org:4222"], None),
-        ("0.0.0.0:0", "here.example.org:0", ["192.0.2.7:4222"], None),
-    ],
-)
-async def test_a_peer_on_loopback_is_warned_that_others_will_not_call_it(
-    listen: str,
-    advertise: str | None,
-    join: list[str],
-    words: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    loop = asyncio.get_running_loop()
-    look_up = loop.getaddrinfo
-
-    async def found(host: str, port: int | None, **more: Any) -> object:
-        # A name that stands in /etc/hosts for the machine itself, as many systems have it.
-        return await look_up("127.0.0.1" if host == "here.example.org" else host, port, **more)
-
-    monkeypatch.setattr(loop, "getaddrinfo", found)
-    one = GrpcTransport(
-        listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True), given=join
-    )
-    # Name and port of this machine's are gRPC's business.
-    monkeypatch.setattr("averaging.transport.grpc.transport.Server", Taken)
-    await one.bind()
-    assert [record.getMessage() for record in caplog.records if words is None] == []
-    assert words is None or words in caplog.text
 
 
 @pytest.mark.parametrize("listen", ["[0::0]:0", "0:0"])

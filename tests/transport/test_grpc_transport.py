@@ -10,17 +10,9 @@ import pytest
 
 from averaging.protocol.messages import (
     AveragingData,
-    ExchangeReply,
     MessageCode,
-    Refusal,
-    Rumour,
 )
-from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.methods import LIST_RECORDS
 from tests.support.grpc_fakes import (
-    DIGEST,
-    RECORD,
-    FakeGossip,
     FakePeer,
     client,
     number_of,
@@ -110,26 +102,6 @@ async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
     ):
         assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
     assert sent == 20
-
-
-async def test_gossip() -> None:
-    gossip = FakeGossip()
-    rumours = (Rumour(RECORD, 1, 2**64 - 1), Rumour(RECORD))
-    async with serving(FakePeer(), gossip) as (_, endpoint), client() as caller:
-        async with aclosing(caller.exchange(endpoint, DIGEST)) as replies:
-            assert [reply async for reply in replies] == [
-                ExchangeReply(records=(RECORD,)),
-                ExchangeReply(wanted=(1, 2**64 - 1), differs=True),
-            ]
-        assert await caller.push(endpoint, "run", rumours) == (Refusal("run.0b", "a:1", "somebody else's"),)
-        async with aclosing(caller.subscribe(endpoint, DIGEST)) as heard:
-            assert [records async for records in heard] == [(RECORD, RECORD), ()]
-        channels = Channels(MIB)
-        listed = await channels.call(endpoint, LIST_RECORDS, "run.all_averagers")
-        await channels.close()
-    assert gossip.digests == [DIGEST, DIGEST]
-    assert gossip.pushed == [("run", rumours)]
-    assert [record.key for record in listed] == ["run.all_averagers"]
 
 
 @pytest.mark.usefixtures("lane")
