@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.foreign.driver import DEADLINE, Foreign, Message, as_bytes, begun, our_peer
+from tests.foreign.driver import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
 from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, Group, averages, group_with, values
 from tests.support.selection import rest_is_long
 
@@ -71,6 +71,31 @@ async def test_streams_of_peers_that_are_no_senders_of_the_group(foreign: Foreig
         assert torch.equal(await group.ends(without=False), group.of_all)
 
 
+async def test_an_auxiliary_that_sends(foreign: Foreign) -> None:
+    node, auxiliary = await foreign.client(), await foreign.peer()
+    async with our_peer([values(1)], group_size=3, part_size_bytes=PART) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(node, gather(mode=1)) == "ACCEPTED"
+        assert await us.asks_to_join(auxiliary, gather(mode=2)) == "ACCEPTED"
+        announced = await us.begins(node, auxiliary)
+        arguments = {"group": announced, "schema": us.schema, "tensors": as_bytes([values(2)])}
+        messages = await node.messages(reducer=us.endpoint, **arguments)
+        messages[0]["endpoint"] = auxiliary.endpoint
+        assert await auxiliary.send(reducer=us.endpoint, messages=messages) == VIOLATION
+        await asyncio.gather(node.average(**arguments), auxiliary.average(**arguments))
+        assert (await receipt).dropped == ()
+
+
+async def test_a_second_stream_of_the_same_sender(foreign: Foreign) -> None:
+    async with group_with(foreign, client=True) as group:
+        messages = await group.messages(group.bad)
+        sending = group.bad_sends(messages)
+        await group.has_taken(len(messages))
+        assert await group.bad.send(reducer=group.us.endpoint, messages=messages) == VIOLATION
+        assert torch.equal(await group.good_sends(), group.of_all)
+        assert len(await sending) == PARTS
+        assert torch.equal(await group.ends(without=False), group.of_all)
+
+
 @pytest.mark.parametrize("code", ["CANCELLED", "INTERNAL_ERROR"])
 @pytest.mark.parametrize("sent", [0, 1, PARTS])
 async def test_a_member_that_leaves(foreign: Foreign, sent: int, code: str) -> None:
@@ -100,6 +125,18 @@ async def test_a_sender_that_stops(foreign: Foreign, sent: int, ends: bool) -> N
         *replies, last = await sending or [{"code": "CANCELLED"}]
         assert last == {"code": "CANCELLED"}
         assert {reply["code"] for reply in replies} <= {"AVERAGED_PART"}
+
+
+async def test_a_sender_whose_connection_breaks(foreign: Foreign) -> None:
+    async with group_with(foreign, client=True) as group:
+        messages = (await group.messages(group.bad))[:1]
+        sending = group.bad_sends(messages, ends=False)
+        await group.has_taken(1)
+        await group.bad.break_off()
+        wanted = group.up_to(1)
+        assert torch.equal(await group.good_sends(), wanted)
+        assert torch.equal(await group.ends(without=True), wanted)
+        await asyncio.gather(sending, return_exceptions=True)
 
 
 async def test_replies_come_in_the_compression_of_the_request(foreign: Foreign) -> None:
@@ -185,6 +222,33 @@ async def test_a_reducer_that_never_ends_its_stream(foreign: Foreign) -> None:
         wanted[group.own_parts] = group.of_all[group.own_parts]
         async with asyncio.timeout(DEADLINE):
             assert torch.equal(await group.ends(without=False), wanted)
+
+
+async def test_a_reducer_that_dies(foreign: Foreign) -> None:
+    async with group_with(foreign, client=False, replies=[], hangs=True) as group:
+        messages = await group.messages(group.bad)
+        sending = group.bad_sends(messages)
+        await group.has_taken(len(messages))
+        await group.bad.next_stream()
+        assert torch.equal(await group.good_sends(), group.of_all[group.own_parts])
+        assert len(await sending) == PARTS // 2
+        await group.bad.close()
+        wanted = group.ours.clone()
+        wanted[group.own_parts] = group.of_all[group.own_parts]
+        assert torch.equal(await group.ends(without=True, kept_local=PARTS // 2 * ELEMENTS), wanted)
+
+
+async def test_our_peer_gives_up(foreign: Foreign) -> None:
+    async with group_with(foreign, client=False, replies=[], hangs=True) as group:
+        messages = await group.messages(group.bad)
+        sending = group.bad_sends(messages)
+        first = await group.bad.next_stream()
+        group_id, endpoint = group.announced["group_id"], group.us.endpoint
+        assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
+        await group.has_taken(len(messages))
+        group.receipt.cancel()
+        assert await group.bad.next_stream() == {"code": "CANCELLED", "group_id": group_id, "endpoint": endpoint}
+        assert await sending == [{"code": "CANCELLED"}]
 
 
 async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,12 @@ async def test_peers_that_start_at_the_same_time_meet_and_leave_nothing(etcd: Et
     """All have the same options; one of them starts the run, and the key is empty when all have left."""
     text, told = seed(etcd), list[FoundSeeds]()
     reader = await up(etcd, text)
-    options: dict[str, Any] = {**etcd.files, "join": [text], "group_size": 3, "context": PeerContext(on_found=told.append)}
+    options: dict[str, Any] = {
+        **etcd.files,
+        "join": [text],
+        "group_size": 3,
+        "context": PeerContext(on_found=told.append),
+    }
     async with AsyncExitStack() as stack:
         peers = [Peer(tensors(value), run_id="run", group_wait=20.0, **options) for value in (1.0, 2.0, 3.0)]
         await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers))

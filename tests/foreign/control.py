@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from tests.foreign import states
+from tests.foreign import split, states
 from tests.foreign.peer import Peer
 from tests.foreign.states import Message
 
@@ -62,8 +62,15 @@ class Control:
         """The imported modules of the library, of which there should be none."""
         return [name for name in sys.modules if name.partition(".")[0] in ("averaging", "torch")]
 
+    async def split(self, lengths: list[int], per_part: int, shares: list[float]) -> list[list[int]]:
+        return [[part.stop - part.start for part in own] for own in split.parts(lengths, per_part, shares)]
+
     async def pack_state(self, **arguments: Any) -> list[Message]:
         return states.pack(**arguments)
+
+    async def next_bits(self, **arguments: Any) -> str:
+        """The group bits that a member has after a round."""
+        return split.next_bits(**arguments)
 
 
 if __name__ == "__main__":

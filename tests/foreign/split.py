@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,3 +97,10 @@ def parts(lengths: Sequence[int], per_part: int, shares: Sequence[float]) -> lis
             result[int(np.argmax(overlaps))].append(Part(tensor, start, stop))
         offset += length
     return result
+
+
+def next_bits(bits: str, group_id: bytes, group_size: int, place: int, target: int) -> str:
+    """Returns the group bits of member number `place` after the round."""
+    digits = math.ceil(math.log2(target))
+    new = format(random.Random(group_id).sample(range(target), group_size)[place], f"0{digits}b")
+    return (bits + new)[-len(bits) :] if bits else ""

@@ -11,6 +11,8 @@ from msgspec import msgpack
 
 from averaging.protocol.group import MAX_GATHER_BYTES
 from tests.foreign.driver import (
+    EARLIER,
+    OUR_TIME,
     Foreign,
     ForeignPeer,
     Ours,
@@ -28,7 +30,46 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_is_left_behind"),
 ]
 
+NAN = float("nan")
+
+
 # Verdicts
+
+
+async def test_a_peer_that_does_not_look_for_a_group(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us:
+        assert await us.asks_to_join(follower, schema_hash=b"", endpoint="") == "NOT_LOOKING_FOR_GROUP"
+
+
+VIOLATIONS: dict[str, dict[str, Any]] = {
+    "no hash": {"schema_hash": b""},
+    "expiration nan": {"expiration": NAN},
+    "gather no msgpack": {"gather": b"\xc1"},
+    "weight nan": {"gather": gather(NAN)},
+    "a node in client mode": {"gather": gather(mode=1)},
+    "a client that accepts calls": {"endpoint": "client::1"},
+}
+
+
+@pytest.mark.parametrize("fields", VIOLATIONS.values(), ids=VIOLATIONS)
+async def test_a_request_that_is_none(foreign: Foreign, fields: dict[str, Any]) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us, us.averaging():
+        also_wrong: dict[str, Any] = {"schema_hash": b"another", "expiration": time.time() - 60}
+        assert await us.asks_to_join(follower, **(also_wrong | fields)) == "PROTOCOL_VIOLATION"
+
+
+async def test_other_tensors_and_an_expiration_before_ours(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us, us.averaging():
+        too_soon = us.peer.status.declared_expiration - 0.001
+        assert await us.asks_to_join(follower, schema_hash=b"x", expiration=too_soon) == "BAD_SCHEMA_HASH"
+        assert (
+            await us.asks_to_join(follower, expiration=too_soon, endpoint=us.endpoint, client_mode=False)
+            == "BAD_EXPIRATION_TIME"
+        )
+        assert await us.asks_to_join(follower, expiration=us.peer.status.declared_expiration) == "ACCEPTED"
 
 
 async def test_a_follower_that_leaves_makes_room(foreign: Foreign) -> None:
@@ -58,6 +99,17 @@ async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
 
 
 # What becomes of those that were accepted
+
+
+async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer(group_size=3, group_wait=0.3) as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        assert await us.asks_to_join(follower) == "ACCEPTED"
+        group = await us.begins(follower)
+        assert time.time() >= declared
+        assert await follower.next_message(leader=us.endpoint) == {}
+        await ends_together(us, receipt, group, follower)
 
 
 async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
@@ -133,6 +185,43 @@ async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
     assert request == {"endpoint": us.endpoint, "schema_hash": us.peer.schema.hash, "expiration": declared}
 
 
+async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
+    """The earliest first; not those that do not look or wait longer, and nobody else once it is in a group."""
+    first, second, third, later, quiet, garbled = [await foreign.peer() for _ in range(6)]
+    async with our_peer() as us:
+        await us.declare(quiet.endpoint, EARLIER - 3.0, looking=False)
+        await us.declare(garbled.endpoint, EARLIER - 3.0, looking={"perhaps": 1})
+        times = {later: OUR_TIME + 30.0, third: EARLIER, second: EARLIER - 1.0, first: EARLIER - 2.0}
+        for leader, seconds in times.items():
+            await us.declare(leader.endpoint, seconds)
+        async with us.averaging() as receipt:
+            await first.next_request()
+            await first.answer(follower=us.endpoint, code="GROUP_IS_FULL")
+            await second.next_request()
+            await leads(us, receipt, second)
+        entry = us.discovery.get(us.key)[us.endpoint]
+        assert msgpack.decode(entry.value) is False  # it does not look any more
+        for other in (third, later, quiet, garbled):
+            assert await other.pending_requests() == 0
+
+
+async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -> None:
+    """The lesser endpoint leads: 127.0.0.1 before localhost."""
+    other = await foreign.peer()
+    async with our_peer(advertise="localhost:0") as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert (await other.next_request())["expiration"] == declared
+        await leads(us, receipt, other)
+    other = await foreign.peer(host="localhost")
+    async with our_peer() as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert await us.asks_to_join(other, expiration=declared) == "ACCEPTED"
+        await is_led(us, receipt, other)
+        assert await other.pending_requests() == 0
+
+
 @pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
 async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str) -> None:
     chain = [await foreign.peer() for _ in range(5)]
@@ -197,5 +286,17 @@ async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[st
         async with us.averaging() as receipt:
             await is_taken_in(us, leader, follower)
             await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
+            await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
+            await is_led(us, receipt, follower)
+
+
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "NOT_DECLARED", "ACCEPTED", "AVERAGED_PART"])
+async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) -> None:
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging() as receipt:
+            await is_taken_in(us, leader, follower)
+            await leader.answer(follower=us.endpoint, code=code)
             await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
             await is_led(us, receipt, follower)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from averaging.protocol.group import Group, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.foreign.driver import (
+    DEADLINE,
+    RUN,
     Foreign,
     ForeignPeer,
     Message,
@@ -206,6 +209,25 @@ async def test_our_auxiliary_reduces_for_foreign_nodes(foreign: Foreign) -> None
     assert same_bytes(ours, before)
 
 
+async def test_two_of_ours_and_a_foreign_one(foreign: Foreign) -> None:
+    ours, others, theirs = (whole_numbers(seed, *SHAPES) for seed in range(3))
+    mean = mean_of(ours, others, theirs)
+    node = await foreign.peer()
+    async with (
+        our_peer(ours, group_size=3, part_size_bytes=PART) as us,
+        our_peer(others, group_size=3, part_size_bytes=PART, join=[us.endpoint]) as them,
+        us.averaging() as receipt,
+        them.averaging() as other_receipt,
+    ):
+        assert await us.asks_to_join(node, gather()) == "ACCEPTED"
+        group = await us.begins(node)
+        (after,) = await average(us, group, {node: theirs})
+        assert (await receipt).members == (await other_receipt).members == tuple(group["ordered_group_endpoints"])
+    assert same_bytes(after, mean)
+    assert same_bytes(ours, mean)
+    assert same_bytes(others, mean)
+
+
 CODES = [
     CompressionType.NONE,
     CompressionType.FLOAT16,
@@ -252,3 +274,33 @@ async def test_codes(foreign: Foreign, compression: CompressionType, reply: Repl
     for ended in (ours, after):
         for tensor, wanted in zip(ended, mean, strict=True):
             assert (tensor - wanted).abs().mean() < bound
+
+
+async def test_the_group_bits_after_a_round(foreign: Foreign) -> None:
+    ours = [torch.ones(8)]
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer(ours, group_size=3, group_bits="01101") as us, us.averaging() as receipt:
+        group = await follow(us, {first: gather(), second: gather()})
+        await average(us, group, {first: ours, second: ours})
+        assert (await receipt).averaged
+        place = group["ordered_group_endpoints"].index(us.endpoint)
+        bits = await foreign.call(
+            "next_bits", bits="01101", group_id=group["group_id"], group_size=3, place=place, target=3
+        )
+        assert us.key == f"{RUN}.0b{bits}"
+
+
+async def test_who_averages_the_same_tensors_without_top_k_is_refused_by_the_schema(foreign: Foreign) -> None:
+    follower, other = await foreign.peer(), await foreign.peer()
+    async with our_peer([torch.ones(8)], group_size=3) as us:
+        changes = {"w": torch.ones(128, 256), "b": torch.ones(100)}
+        topic = us.peer.topic("changes", changes, adopt="whole", compression="top_k", decay=1.0)
+        dense = tuple(replace(spec, compression=CompressionType.NONE) for spec in topic.schema.tensors)
+        others = [replace(topic.schema, sparse=None), replace(topic.schema, sparse=None, tensors=dense)]
+        async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
+            averaging = tasks.create_task(us.peer.average(topic))
+            while (verdict := await us.asks_to_join(follower, schema_hash=topic.schema.hash)) != "ACCEPTED":
+                assert verdict in ("NOT_LOOKING_FOR_GROUP", "NOT_DECLARED")
+            for schema in others:
+                assert await us.asks_to_join(other, schema_hash=schema.hash) == "BAD_SCHEMA_HASH"
+            averaging.cancel()

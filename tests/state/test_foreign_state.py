@@ -138,10 +138,18 @@ def told(messages: list[Message], field: str) -> Any:
 BROKEN_STATES: dict[str, Any] = {
     "nothing": lambda good: [],
     "no metadata": lambda good: [{"tensor_part": good[0]["tensor_part"]}, *good[1:]],
+    "unreadable metadata": lambda good: [good[0] | {"metadata": b"\xc1"}, *good[1:]],
     "ends in a tensor": lambda good: good[:3],
+    "a wrong digest": lambda good: changed(good, digest=[b"\0" * 32, *told(good, "digest")[1:]]),
     "a changed byte": lambda good: first_tensor(good, buffer=b"\xff" + good[0]["tensor_part"]["buffer"][1:]),
+    "a tensor too many": lambda good: [*good, good[-1]],
+    "a chunk twice": lambda good: [*good[:2], good[1], *good[2:]],
+    "another shape than announced": lambda good: first_tensor(good, size=[3]),
     "a compressed tensor": lambda good: first_tensor(good, compression="FLOAT16"),
     "other tensors than ours": lambda good: changed(good, tensors=told(good, "tensors")[::-1]),
+    "a tensor without end": lambda good: changed(
+        good, tensors=[*told(good, "tensors"), ["x", "float32", [1 << 40]]], digest=[*told(good, "digest"), b"\0" * 32]
+    ),
 }
 
 
@@ -175,6 +183,23 @@ async def test_the_next_donor_is_asked_after_a_silent_one(foreign: Foreign, sent
         await offer(us, good, messages, 7.0)
         assert (await us.peer.download_state()).version == 7
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+async def test_the_next_donor_is_asked_after_those_that_are_gone(foreign: Foreign) -> None:
+    gone, good = await foreign.peer(), await foreign.peer()
+    async with our_peer(named(1)) as us:
+        await offer(us, gone, [], 9.0)
+        await us.declare_donor("client::1", 8.0)
+        await us.declare_donor("nonsense", 8.0)
+        await offer(us, good, await pack(foreign, named(2)), 7.0)
+        await gone.close()
+        assert (await us.peer.download_state()).version == 7
+
+
+async def test_without_any_donor_nothing_changes() -> None:
+    async with our_peer(named(1)) as us:
+        with pytest.raises(StateError, match="no peer shares its state"):
+            await us.peer.download_state()
 
 
 async def test_a_download_that_is_cancelled_changes_nothing(foreign: Foreign) -> None:

@@ -168,6 +168,20 @@ async def test_newcomers_as_slow_as_the_others_are_kept(seed: int, latency: tupl
     await rounds.usual()
 
 
+@in_virtual_time
+async def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
+    rounds = Rounds(7)
+    newcomer = rounds.members.pop()
+    await rounds.usual()
+    rounds.members.append(newcomer)
+    dropped = []
+    for _ in range(9):
+        results = await rounds.one(lambda simulation: simulation.slow_down(VICTIM, 5 * LOWER), may_fail={VICTIM})
+        dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
+    assert dropped[0]
+    assert not any(dropped[6:])
+
+
 def slowly(ask: Callable[[str], Awaitable[Schema]], seconds: float) -> Callable[[str], Coroutine[Any, Any, Schema]]:
     async def asked(endpoint: str) -> Schema:
         await asyncio.sleep(seconds)
@@ -255,6 +269,20 @@ async def test_no_member_is_dropped_over_narrow_links() -> None:
             transport.get_schema = slowly(transport.get_schema, 0.6 * UPPER)  # type: ignore[method-assign,assignment]
         await simulation.run()
         assert not simulation.failures
+        assert all(not result.dropped for result in simulation.results.values())
+
+
+@in_virtual_time
+async def test_small_rounds_in_between_drop_no_member_from_large_ones() -> None:
+    """A large round may take many times as long for each part. Nothing is known about it at first."""
+    everybody = members(client=False)
+    deadlines = {member.endpoint: Deadlines(LOWER, UPPER) for member in everybody}
+    for number in range(12):
+        large = number > USUAL and number % 3 == 0
+        simulation = Simulation(number, everybody, [(256 if large else 16,)], deadlines=deadlines)
+        for name in simulation.transports:
+            simulation.slow_down(name, 3 * LOWER if large else LOWER / 10)
+        await simulation.run()
         assert all(not result.dropped for result in simulation.results.values())
 
 
