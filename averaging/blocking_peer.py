@@ -98,20 +98,7 @@ class BlockingPeer(InProcess):
         return self._peer.tensors()
 
     def average(self, *, weight: float = 1.0, gather: Any = None) -> Receipt:
-        """Finds a group, averages the tensors with it, and waits for the end of the round. See `Peer.average`.
-
-        Args:
-            weight: This peer's weight in the average; finite and at least 0.
-            gather: Sent to all members of the group.
-
-        Returns:
-            The receipt, also if no group was found or the round failed.
-
-        Raises:
-            ConfigError: `weight` or `gather` is invalid.
-            TensorError: A tensor contains NaN or infinity, and the peer refuses them.
-            ClosedError: The peer was closed.
-        """
+        """Finds a group, averages the tensors with it, and waits for the end of the round. See `Peer.average`."""
         return self._thread.run(self._peer.average(weight=weight, gather=gather))
 
     def commit(self, version: int | None = None) -> None:
@@ -119,10 +106,5 @@ class BlockingPeer(InProcess):
         self._thread.run(self._peer.commit(version))
 
     def download_state(self, apply: Callable[[State], None] | None = None) -> State:
-        """Downloads the newest state of the run into the tensors. See `Peer.download_state`.
-
-        Raises:
-            StateError: No peer could deliver a valid state; nothing was changed.
-            ClosedError: The peer was closed.
-        """
+        """Downloads the newest state of the run into the tensors. See `Peer.download_state`."""
         return self._thread.run(self._peer.download_state(apply))

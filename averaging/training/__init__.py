@@ -9,9 +9,7 @@ ranks that are one peer), `announcements` and `takeover` (what comes from other 
 from averaging.training.announcements import DataRecords
 from averaging.training.context import StrategyContext
 from averaging.training.history import (
-    TRAIL,
     History,
-    HistoryStanding,
     Origin,
     Others,
     Own,
@@ -32,7 +30,7 @@ from averaging.training.history import (
     same_origin,
     still_training,
 )
-from averaging.training.layout import full_precision, is_divided, local
+from averaging.training.layout import full_precision, local
 from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, digest_of, named_buffers, named_parameters
 from averaging.training.open_averagers import (
     check_only_one,
@@ -50,7 +48,6 @@ from averaging.training.site import (
     ControlGroup,
     LeaderStatus,
     LeaderStatusRelay,
-    ProcessGroupSite,
     Site,
     check_alike,
     described,
@@ -60,24 +57,20 @@ from averaging.training.site import (
 )
 from averaging.training.takeover import BackgroundDownload, PendingRound
 from averaging.training.training_state import (
-    SchedulerDriver,
     TrainingState,
     count_in,
-    make_scheduler,
     take_tensor,
     under_own_names,
 )
 
 __all__ = [
     "NO_GROUP",
-    "TRAIL",
     "WITHOUT_MODEL",
     "BackgroundDownload",
     "ControlGroup",
     "DataRecords",
     "GroupProgress",
     "History",
-    "HistoryStanding",
     "LeaderStatus",
     "LeaderStatusRelay",
     "NamedMasters",
@@ -86,10 +79,8 @@ __all__ = [
     "Others",
     "Own",
     "PendingRound",
-    "ProcessGroupSite",
     "Progress",
     "Rank",
-    "SchedulerDriver",
     "Site",
     "Stage",
     "StrategyContext",
@@ -111,12 +102,10 @@ __all__ = [
     "find_late",
     "find_together",
     "full_precision",
-    "is_divided",
     "leave_on_signals",
     "load_optimizer",
     "local",
     "look_for_greater_origin",
-    "make_scheduler",
     "named_buffers",
     "named_parameters",
     "needs_closure",

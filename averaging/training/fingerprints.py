@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ import xxhash
 
 from averaging.protocol import ENTRY_BYTES, MAX_NAMES, MAX_TEXT, Fingerprint, runs
 from averaging.receipts import Drift, DriftCheck, DriftKind, Receipt
-from averaging.training.optimizer_state import HYPERPARAMETERS, GroupProgress
+from averaging.training.optimizer_state import GroupProgress, arguments_of
 from averaging.training.site import Site
 
 logger = logging.getLogger("averaging.training")
@@ -130,7 +128,7 @@ class DriftMonitor:
     def _hyperparameters(self) -> dict[str, str]:
         texts: dict[str, str] = {}
         for prefix, optimizer in self.optimizers.items():
-            names = _arguments(type(optimizer).__mro__) - (set() if prefix else self._progress.keys)
+            names = arguments_of(type(optimizer)) - NO_HYPERPARAMETERS - (set() if prefix else self._progress.keys)
             groups = optimizer.param_groups
             texts[f"{prefix}optimizer"] = type(optimizer).__name__[:MAX_TEXT]
             for name in [name for name in groups[0] if name in names]:
@@ -160,16 +158,6 @@ class DriftMonitor:
                 advice = "" if rounding else f"; {DRIFT_ADVICE}"
                 logger.log(logging.INFO if rounding else logging.WARNING, "drift: %s%s%s", drift, whose, advice)
             self._logged.add(same)
-
-
-@cache
-def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
-    """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
-    constructors = (kind.__dict__["__init__"] for kind in kinds if "__init__" in kind.__dict__)
-    return (
-        HYPERPARAMETERS.union(*(inspect.signature(constructor).parameters for constructor in constructors))
-        - NO_HYPERPARAMETERS
-    )
 
 
 def _text(value: object) -> str:

@@ -29,10 +29,6 @@ MAX_REMEMBERED = 1024
 """Earlier lineages of its own that a peer remembers."""
 
 
-ALONE = 1
-"""What earlier releases read where they announced what a peer had made of its history."""
-
-
 class Stage(IntEnum):
     """Stage of a peer's training. The numbers are part of its progress record."""
 
@@ -178,7 +174,8 @@ class Progress:
         history, trail = self.history.pack(), self.history.pack_trail()
         work = [history, self.samples, self.computing, self.donates, int(self.stage), self.digest, self.rate, trail]
         terms = ",".join(f"{name}={value}" for name, value in self.terms.items())
-        return pack([*work, ALONE, dict(self.parts), self.moment, terms, self.late])
+        # The 1 stands where earlier releases read what a peer had made of its history.
+        return pack([*work, 1, dict(self.parts), self.moment, terms, self.late])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:
@@ -352,10 +349,14 @@ def compare_progress(
     followed. A peer is together only with peers that train (`trains`) if it does.
     """
     progress = read_progress(announcements)
-    ready = {name: peer for name, peer in progress.items() if name not in own.absent and _trains(peer) is trains}
-    alike = [peer for peer in ready.values() if peer.history == own.history]
+    present = {name: packed for name, packed in announcements.items() if name not in own.absent}
+    alike = [
+        peer
+        for name, peer in progress.items()
+        if name in present and peer.history == own.history and _trains(peer) is trains
+    ]
     return Others(
-        together=_together(own.history, ready, partners),
+        together=find_together(own.history, present, partners, trains=trains),
         samples=sum(peer.samples for peer in alike),
         computing=sum(peer.computing for peer in alike),
         ahead=_ahead(own, progress, progress, ignored),
@@ -366,13 +367,10 @@ def find_together(
     own: History, announcements: Mapping[str, bytes], partners: Collection[str] = (), *, trains: bool = True
 ) -> tuple[str, ...]:
     """The `together` of `compare_progress`."""
-    ready = {name: peer for name, peer in read_progress(announcements).items() if _trains(peer) is trains}
-    return _together(own, ready, partners)
-
-
-def _together(own: History, ready: Mapping[str, Progress], partners: Collection[str]) -> tuple[str, ...]:
     return tuple(
-        name for name, peer in ready.items() if peer.history == own or (name in partners and peer.history < own)
+        name
+        for name, peer in read_progress(announcements).items()
+        if _trains(peer) is trains and (peer.history == own or (name in partners and peer.history < own))
     )
 
 

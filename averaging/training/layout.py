@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
     # Ranks of the site in the order of the mesh; the shard's number counts along the dimensions that divide.
     order = sorted(mesh.flatten().tolist())
     shard_of = [0] * size
-    for place in _places(tuple(mesh.shape)):
+    for place in product(*map(range, mesh.shape)):
         number = 0
         for kind, extent, coordinate in zip(kinds, mesh.shape, place, strict=True):
             if kind == "Shard":
@@ -65,13 +66,6 @@ def _kind(name: str, placement: Any) -> str:
         f"parameter {name!r} is placed as {placement}; only shards of fully_shard (FSDP2, HSDP) can be averaged "
         "between sites"
     )
-
-
-def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    places: list[tuple[int, ...]] = [()]
-    for extent in shape:
-        places = [(*place, number) for place in places for number in range(extent)]
-    return places
 
 
 def is_divided(tensor: torch.Tensor) -> bool:

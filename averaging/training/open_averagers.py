@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
 from averaging.errors import ClosedError, ConfigError
+from averaging.peer import Peer
 
 logger = logging.getLogger("averaging.training")
 
@@ -149,16 +150,8 @@ def leave_on_signals(leaver: OpenAverager, names: Collection[str]) -> None:
 # How the process ends when the owner of its peer has asked it to leave.
 
 
-class AskedToLeave(Protocol):
-    @property
-    def leaves(self) -> bool: ...  # whether its owner has asked for it
-
-    async def __aenter__(self) -> object: ...
-    async def __aexit__(self, *error: object) -> None: ...
-
-
 @asynccontextmanager
-async def ending_process(peer: AskedToLeave) -> AsyncIterator[None]:
+async def ending_process(peer: Peer) -> AsyncIterator[None]:
     """Enters the peer, and ends this process after the peer has left if its owner has asked for that."""
     async with peer:
         yield

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,10 +55,7 @@ class GroupProgress:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.keys: set[str] = set()
-        constructors = (kind.__dict__["__init__"] for kind in type(optimizer).__mro__ if "__init__" in kind.__dict__)
-        self._settable = HYPERPARAMETERS.union(
-            *(inspect.signature(constructor).parameters for constructor in constructors)
-        )
+        self._settable = arguments_of(type(optimizer))
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -92,6 +90,13 @@ class GroupProgress:
             return True
         defaults = getattr(self._optimizer, "defaults", {})
         return _is_number(value) and key not in self._settable and key in defaults and bool(value != defaults[key])
+
+
+@cache
+def arguments_of(kind: type) -> frozenset[str]:
+    """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
+    constructors = (base.__dict__["__init__"] for base in kind.__mro__ if "__init__" in base.__dict__)
+    return HYPERPARAMETERS.union(*(inspect.signature(constructor).parameters for constructor in constructors))
 
 
 def merged(groups: Groups, progress: object) -> Groups:
