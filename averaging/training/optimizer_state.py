@@ -55,7 +55,7 @@ class GroupProgress:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.keys: set[str] = set()
-        self._settable = arguments_of(type(optimizer))
+        self._settable = arguments_of(type(optimizer).__mro__)
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -93,9 +93,9 @@ class GroupProgress:
 
 
 @cache
-def arguments_of(kind: type) -> frozenset[str]:
+def arguments_of(kinds: tuple[type, ...]) -> frozenset[str]:
     """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
-    constructors = (base.__dict__["__init__"] for base in kind.__mro__ if "__init__" in base.__dict__)
+    constructors = (kind.__dict__["__init__"] for kind in kinds if "__init__" in kind.__dict__)
     return HYPERPARAMETERS.union(*(inspect.signature(constructor).parameters for constructor in constructors))
 
 
