@@ -348,21 +348,12 @@ class DecentralizedAverager(OptimizerWrapper):
         return self._thread.run(on_loop(lambda: self._peer.peers))
 
     def wait_for_peers(self, count: int, timeout: float, *, required: bool = False) -> bool:
-        """Waits until `count` peers train in the run, this one included.
+        """Waits until `count` peers train in the run, this one included, or `timeout` seconds are over.
 
         Peers count once they have the same origin. If several peers started the run at the same moment, all but one of
-        them take over its parameters here, or at their first step.
-
-        Args:
-            count: Number of peers.
-            timeout: Seconds.
-            required: Whether to raise if they are not there in time.
-
-        Returns:
-            Whether they are there.
+        them take over its parameters here, or at their first step. Returns whether they are there.
 
         Raises:
-            ConfigError: An argument is no number.
             WaitTimeoutError: They are not there in time, and `required` is set.
             ClosedError: The averager was closed, or its thread has failed.
         """
@@ -388,14 +379,10 @@ class DecentralizedAverager(OptimizerWrapper):
 
         Call it after the last step, before the averager is closed. The other peers no longer wait for this one.
 
-        Args:
-            timeout: Seconds.
-
         Returns:
             Whether all peers have the same weights (`alike`), and if not, why (`str`).
 
         Raises:
-            ConfigError: `timeout` is no number of seconds.
             ClosedError: The averager was closed, or its thread has failed.
         """
         end = RunEnd(self._training, self.strategy, timeout)
@@ -438,8 +425,8 @@ class DecentralizedAverager(OptimizerWrapper):
             samples_per_second=samples_per_second,
             sync_every=strategy.sync_text,
             quorum=str(strategy.quorum.quorum) if strategy.quorum else "",
-            grace=strategy.grace,
-            max_grace=strategy.quorum.grace if strategy.quorum else None,
+            grace=strategy.quorum.grace if strategy.quorum else None,
+            max_grace=strategy.quorum.bound if strategy.quorum else None,
             weight_unit=training.weights.unit,
             missed=strategy.missed,
         )
@@ -481,7 +468,6 @@ class DecentralizedAverager(OptimizerWrapper):
             ConfigError: `weight` or `gather` is invalid, or the strategy does not allow it, as `LoRAAveraging`.
             TensorError: A tensor contains NaN or infinity, or was moved.
             RoundError: It was called in `on_round`.
-            ClosedError: The averager was closed, or its thread has failed.
         """
         self._thread.check()
         if self._in_on_round:

@@ -34,7 +34,7 @@ from averaging.peer import Adopt, RoundOptions, Topic
 from averaging.protocol import AggregationKind, CompressionType, Statement, parse_aggregation
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
-from averaging.strategies import AveragingSchedule, LockstepStrategy
+from averaging.strategies import AveragingSchedule, LockstepStrategy, common_options
 from averaging.training import BackgroundDownload, StrategyContext, count_in, full_precision, take_tensor
 
 logger = logging.getLogger("averaging.training")
@@ -136,6 +136,7 @@ class LoRAAveraging(LockstepStrategy):
     ) -> None:
         super().__init__(max_norm=max_norm)
         self._schedule: AveragingSchedule = AveragingSchedule(sync_every)
+        self.sync_text = str(self._schedule)
         self._model, self._layers = model, adapted_layers(model)
         self._padded = False
         if rank is not None:
@@ -154,7 +155,7 @@ class LoRAAveraging(LockstepStrategy):
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
 
     def __repr__(self) -> str:
-        return f"LoRAAveraging(sync_every={self.sync_every}{self._options()})"
+        return f"LoRAAveraging(sync_every={self.sync_every}{common_options(self)})"
 
     @property
     def sync_every(self) -> int:
@@ -346,7 +347,7 @@ class LoRAAveraging(LockstepStrategy):
         receipt = training.average(self._topic, **options)
         if not receipt.averaged:
             self._discarded = bool(receipt.group_id)
-            self._stands_still(f"its last round failed: {receipt.reason}")
+            self._standstill.reason = f"its last round failed: {receipt.reason}"
         else:
             self._apply(training, receipt)
         return receipt

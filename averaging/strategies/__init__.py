@@ -5,7 +5,7 @@ simplest), `gradient_averaging`, `fragments` and `diloco`. They share `catch_up`
 the end of training.
 """
 
-from averaging.strategies.base import Strategy, check_unused
+from averaging.strategies.base import Strategy, check_unused, common_options
 from averaging.strategies.diloco import DiLoCo
 from averaging.strategies.gradient_averaging import GradientAveraging
 from averaging.strategies.local_sgd import LocalSGD
@@ -23,5 +23,6 @@ __all__ = [
     "RunStart",
     "Strategy",
     "check_unused",
+    "common_options",
     "wait_for_peers",
 ]

@@ -7,14 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, SupportsIndex, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from averaging.common import counted, is_finite
 from averaging.errors import ConfigError, RoundError, StateError, printable
-from averaging.matchmaking import LEAST_SEARCH, Quorum
+from averaging.matchmaking import LEAST_SEARCH
 from averaging.peer import ExpectedPeers, Topic
 from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
@@ -22,13 +21,10 @@ from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
 from averaging.strategies.schedule import (
     Attendance,
-    Cadence,
-    RoundEvent,
     Schedule,
     Standstill,
     Timeliness,
     quorum_options,
-    spelled_seconds,
 )
 from averaging.training import (
     BackgroundDownload,
@@ -42,7 +38,6 @@ from averaging.training import (
     compare_terms,
     done_training,
     look_for_greater_origin,
-    same_origin,
     still_training,
 )
 
@@ -55,7 +50,19 @@ class Due:
 
     after: float = 0.0  # seconds until it begins
     moment: float = 0.0  # of the run's clock that it serves; 0 if rounds are due after a number of steps
+    interval: float = 0.0  # of the moments
     nobody: bool = False  # whether no other peer comes to that moment, so that nobody need be looked for
+
+    def at_moment(self, expected: ExpectedPeers) -> ExpectedPeers:
+        """Of the expected peers, those that come to its moment."""
+        if not self.moment:
+            return expected
+
+        def expected_then(seen: Mapping[str, bytes]) -> Collection[str]:
+            coming = coming_at(seen, self.moment, self.interval)
+            return [name for name in expected(seen) if name in coming]
+
+        return expected_then
 
 
 IMMEDIATELY = Due()
@@ -106,16 +113,17 @@ class Strategy(ABC):
     digest = ""  # of the weights, once the training has ended
     dropped = 0.0  # of `samples`, those that were in no average when the training ended
     missed = 0  # rounds of the others that this peer has missed and not yet made up for; only with a quorum
+    sync_text = ""  # time or steps between two rounds, such as "120s"; empty if they follow from something else
+    scheduled_globally = False  # whether a scheduler steps once per global step, not per local step
     against_average_now = ""  # why the parameters must not be averaged as they are; empty if they may be
     _partners: frozenset[str] = frozenset()  # the members of the last group
     _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _compared: Mapping[str, bytes] | None = None  # the announcements with which the terms were compared last
     _moment: float | None = None  # at which this peer comes next, as it announces it
+    _late: int | None = None  # see `Progress.late`
     _attendance = Attendance()  # with a quorum
-    _standstill = Standstill()  # at the leader of a site
     _pieces = 1  # rounds in which all of the model is averaged once
-    _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
 
     def __init__(
         self,
@@ -128,7 +136,8 @@ class Strategy(ABC):
         staleness_discount: float | None = None,
     ) -> None:
         self.quorum = quorum_options(quorum, grace, staleness_discount)
-        self._cadence = Cadence(self.quorum.grace if self.quorum else 0.0)
+        self._standstill = Standstill()  # at the leader of a site
+        self._downloads = CatchUp()
         if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
@@ -141,22 +150,10 @@ class Strategy(ABC):
         self.error_feedback = error_feedback
         self.max_norm = max_norm
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self.attached:
-            raise ConfigError(
-                f"{self!r} is in use by an averager and cannot be copied or pickled; make a new strategy for another "
-                "averager, or save the averager's state_dict()"
-            )
-        return super().__reduce_ex__(protocol)
-
     @property
     def global_step(self) -> int | None:
         """Number of global steps of the run, which drives a scheduler; None if the strategy makes none."""
         return None
-
-    def schedule(self, training: StrategyContext) -> int:
-        """Number of steps that a scheduler driven by the averager must have made by now."""
-        return training.local_step
 
     @property
     def samples(self) -> float:
@@ -171,33 +168,17 @@ class Strategy(ABC):
         """Called when the peer has joined its run and taken over the run's state, or has loaded a checkpoint."""
         self.announce(training)
 
-    @property
-    def sync_text(self) -> str:
-        """Time or steps between two rounds, such as `120s` or `200 steps`; empty if they follow from something else."""
-        if self._schedule is None:
-            return ""
-        interval = self._schedule.interval
-        return spelled_seconds(interval) if interval else counted(self._schedule.length, "step")
-
-    @property
-    def grace(self) -> float | None:
-        """Seconds for which the next round waits for further peers than the quorum; None without a quorum."""
-        return self._cadence.grace if self.quorum else None
-
-    @property
-    def terms(self) -> Mapping[str, str]:
+    def terms(self, training: StrategyContext) -> Mapping[str, str]:
         """The options that all peers of a run must have alike, by name, as text without commas."""
         if self._schedule is None:
             return {}
-        interval = self._schedule.interval
-        terms = {"sync_every": spelled_seconds(interval) if interval else "a number of steps"}
-        # Peers that wait for all would hold up those that do not, or make steps without them.
-        return terms | {"quorum": str(self.quorum.quorum) if self.quorum else "off"}
-
-    def _terms(self, training: StrategyContext) -> Mapping[str, str]:
-        """The terms with what the averager has: weights that count samples do not go with others."""
-        weight = {"weight": "the number of samples" if training.weights.counts_samples else "a number"}
-        return {**self.terms, **weight} if self.terms else self.terms
+        return {
+            "sync_every": str(self._schedule) if self._schedule.interval else "a number of steps",
+            # Peers that wait for all would hold up those that do not, or make steps without them.
+            "quorum": str(self.quorum.quorum) if self.quorum else "off",
+            # Weights that count samples do not go with others.
+            "weight": "the number of samples" if training.weights.counts_samples else "a number",
+        }
 
     def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
         """Compares the terms of this peer with those of the others; called at the leader of a site.
@@ -208,7 +189,7 @@ class Strategy(ABC):
         if announcements is self._compared:
             return
         self._compared = announcements
-        differing, alike = compare_terms(self._terms(training), announcements)
+        differing, alike = compare_terms(self.terms(training), announcements)
         if not differing:
             return
         if not training.standing.rounds and training.peer.progress.is_outvoted(differing, alike):
@@ -222,14 +203,10 @@ class Strategy(ABC):
         """The history with which other peers compare theirs; `step` is this peer's local step."""
         return replace(self.history, step=training.local_step)
 
-    @property
-    def _late(self) -> int | None:
-        return None
-
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
-        rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self._terms(training)
+        rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self.terms(training)
         ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
         return Progress(history, self.samples, computing, training.donates, *ends)
 
@@ -245,13 +222,14 @@ class Strategy(ABC):
         if schedule is None:
             return None
         self.check_terms(training, seen)
-        until = training.announcements.declared_until(topic, phase)
+        now, until = now_of(schedule, training), training.announcements.declared_until(topic, phase)
+        if until is not None:
+            until += now - training.now()  # by the clock of the run
         if not schedule.interval:
             if self.quorum is not None and 2 * schedule.steps < schedule.length:
                 return None  # the others look for a group, but it begins without a peer that has made so few steps
-            return Due() if schedule.is_due(training.now(), until) else None
-        now = training.run_now()
-        if not schedule.is_due(now, None if until is None else until + now - training.now()):
+            return IMMEDIATELY if schedule.is_due(now, until) else None
+        if not schedule.is_due(now, until):
             return None
 
         def nobody_comes() -> bool:
@@ -263,79 +241,20 @@ class Strategy(ABC):
             nobody = nobody_comes()
         if nobody and still_training(seen):  # a peer that has made no step yet has not told when it comes
             schedule.skip()
-            self._stands_still("all others come to a later moment")
+            self._standstill.reason = "all others come to a later moment"
             return None
-        return Due(max(0.0, schedule.moment - now), schedule.moment, nobody)
+        return Due(max(0.0, schedule.moment - now), schedule.moment, schedule.interval, nobody)
 
     def _tell(self, training: StrategyContext, moment: float) -> None:
         if moment != self._moment:
             self._moment = moment
             self.announce(training)
 
-    # Quorum
-
-    def _check_quorum(self, training: StrategyContext) -> None:
-        if self.quorum is None:
-            return
-        quorum, group_size = self.quorum.quorum, training.peer.config.group_size
-        if isinstance(quorum, int) and quorum > group_size:
-            raise ConfigError(
-                f"quorum={quorum} is more than group_size={group_size}, so no round could ever begin; set "
-                f"group_size to at least {quorum} at all peers, or a smaller quorum"
-            )
-        if training.site.shards > 1:
-            raise ConfigError(
-                "quorum does not work with a model that is divided between the processes of a site, since the rounds "
-                "of its shards could begin with different peers; leave quorum out"
-            )
-
-    def _quorum_count(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> int:
-        if self.quorum is None:
-            return 0
-        return min(self.quorum.count(self._training_peers(announcements)), training.peer.config.group_size)
-
-    def _training_peers(self, announcements: Mapping[str, bytes]) -> int:
-        return 1 + len(still_training(announcements) & same_origin(self.history, announcements))
-
-    def wait_at_the_end(self, announcements: Mapping[str, bytes], group_size: int) -> float:
-        """Seconds for which a peer that has ended its training waits for those that have not.
-
-        Infinite without a quorum and as long as fewer peers than it have ended theirs. Otherwise it is a usual time
-        between two rounds, and the longest for which a round waits for those that are late.
-        """
-        if self.quorum is None:
-            return math.inf
-        ended, training = 1 + len(done_training(announcements)), len(still_training(announcements))
-        if ended < min(self.quorum.count(ended + training), group_size):
-            return math.inf
-        return self._cadence.interval + self.quorum.grace
-
-    def _next_quorum(self, training: StrategyContext) -> Quorum | None:
-        """When the next round begins although peers are missing; at all ranks of a site."""
-        if self.quorum is None:
-            return None
-        seen = training.announcements.of_others(wait=False)
-        count, present = self._quorum_count(training, seen), self._training_peers(seen)
-        if present >= count:
-            self._warned_of_quorum = 0
-        elif present != self._warned_of_quorum and training.site.leads:
-            self._warned_of_quorum = present
-            logger.warning(
-                "the quorum is %d peers, but only %d are training: no round begins until there are more, and training "
-                "goes on without averages. Start more peers, or use a smaller quorum",
-                *(count, present),
-            )
-        return Quorum(count, self._cadence.grace)
-
-    def _attend(self, event: RoundEvent) -> None:
-        self._attendance = self._attendance.after(event)
-
-    def _stands_still(self, reason: str) -> None:
-        self._standstill = replace(self._standstill, reason=reason)
+    # Standing still
 
     def _cycle(self, training: StrategyContext) -> tuple[int, float]:
         """After how many local steps, and seconds, a step of the whole model is expected."""
-        usual, schedule = self._cadence.interval, self._schedule
+        schedule, usual = self._schedule, self.quorum.interval if self.quorum else 0.0
         length, interval = (schedule.length, schedule.interval) if schedule else (1, 0.0)
         return self._pieces * length, self._pieces * max(interval, usual if usual < math.inf else 0.0)
 
@@ -346,13 +265,13 @@ class Strategy(ABC):
         if still.position is None or (position != still.position and training.standing.made):
             since = training.local_step, training.monotonic()
             still = self._standstill = Standstill(position, *since, still.reason if still.position is None else "")
-        if still.told or self._warned_of_quorum or not training.site.leads:
+        if still.told or (self.quorum and self.quorum.too_few) or not training.site.leads:
             return
         if not still.is_long(training.local_step, training.monotonic(), *self._cycle(training)):
             return
         if not still_training(training.announcements.at_leader(wait=False)):
             return  # it is alone, or the others have ended their training
-        self._standstill = replace(still, told=True)
+        still.told = True
         reason = still.reason or "no round of its own was due"
         if self._attendance.timeliness is Timeliness.REBASED:
             reason = "no round of the others has taken the local steps that it has made on top of their state"
@@ -362,34 +281,15 @@ class Strategy(ABC):
         text = "this peer makes no step of the run, for %s and %.1f s by now: %s; training goes on without averages"
         logger.warning(text, counted(steps, "local step"), seconds, reason)
 
-    def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
-        interval = 0.0 if self._schedule is None else self._schedule.interval
-        if not moment or not interval:
-            return expected
-
-        def expected_then(seen: Mapping[str, bytes]) -> Collection[str]:
-            coming = coming_at(seen, moment, interval)
-            return [name for name in expected(seen) if name in coming]
-
-        return expected_then
-
-    def _count(self, training: StrategyContext) -> None:
-        if self._schedule is not None:
-            self._schedule.count(training.run_now() if self._schedule.interval else training.now())
-
     def _go_on(self, training: StrategyContext, position: int, *, in_round: bool) -> None:
         """Ends a step, at which the state has so many of the run's steps or rounds; announces the next moment."""
         if self._schedule is None:
             return
         schedule = self._schedule
-        schedule.resume(training.run_now() if schedule.interval else training.now())
+        schedule.resume(now_of(schedule, training))
         self._tell_standstill(training, position)
         if schedule.interval and not in_round:  # in one, the others wait for this peer because of that moment
             self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
-
-    @cached_property
-    def _downloads(self) -> CatchUp:
-        return CatchUp()
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint; says which of them are ahead."""
@@ -490,28 +390,37 @@ class Strategy(ABC):
         """
         return None
 
-    def _average_at_the_end(self, training: StrategyContext, topic: Topic, timeout: float) -> Receipt | None:
-        end = training.monotonic() + timeout
-        receipt: Receipt | None = None
 
-        def time_left() -> float:
-            return end - training.monotonic() if done_training(training.announcements.of_others()) else 0.0
+def common_options(strategy: Strategy) -> str:
+    """The options that all strategies have, as a `repr` goes on with them."""
+    options = []
+    if strategy.compression is not None:
+        options.append(f"compression={strategy.compression.name}")
+    if strategy.error_feedback:
+        options.append("error_feedback=True")
+    if strategy.max_norm is not None:
+        options.append(f"max_norm={strategy.max_norm:g}")
+    return "".join(f", {option}" for option in options) + ("" if strategy.quorum is None else str(strategy.quorum))
 
-        while (left := training.site.broadcast_from_leader(time_left)) > LEAST_SEARCH:
-            receipt = training.average(topic, expected_peers=done_training, search_timeout=left)
-            if receipt.averaged:
-                break
-        return receipt
 
-    def _options(self) -> str:
-        options = []
-        if self.compression is not None:
-            options.append(f"compression={self.compression.name}")
-        if self.error_feedback:
-            options.append("error_feedback=True")
-        if self.max_norm is not None:
-            options.append(f"max_norm={self.max_norm:g}")
-        return "".join(f", {option}" for option in options) + ("" if self.quorum is None else str(self.quorum))
+def now_of(schedule: Schedule, training: StrategyContext) -> float:
+    """Seconds since the epoch: for moments by the clock of the run."""
+    return training.run_now() if schedule.interval else training.now()
+
+
+def average_at_the_end(training: StrategyContext, topic: Topic, timeout: float) -> Receipt | None:
+    """Averages with all peers that have ended their training, again if a round fails; None without time for one."""
+    end = training.monotonic() + timeout
+    receipt: Receipt | None = None
+
+    def time_left() -> float:
+        return end - training.monotonic() if done_training(training.announcements.of_others()) else 0.0
+
+    while (left := training.site.broadcast_from_leader(time_left)) > LEAST_SEARCH:
+        receipt = training.average(topic, expected_peers=done_training, search_timeout=left)
+        if receipt.averaged:
+            break
+    return receipt
 
 
 def check_unused(strategy: object) -> None:

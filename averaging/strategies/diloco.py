@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -15,12 +14,12 @@ import torch
 from averaging.common import is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.matchmaking import Quorum
-from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
+from averaging.peer import Adopt, ExpectedPeers, RoundOptions, StopSearch
 from averaging.protocol import CompressionType, MeanOver, Statement, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions
-from averaging.strategies.fragments import Fragment, check_tied, cut
+from averaging.strategies.base import IMMEDIATELY, Due, StrategyOptions, average_at_the_end, common_options, now_of
+from averaging.strategies.fragments import Fragment, Fragments, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.schedule import (
     Attendance,
@@ -43,10 +42,7 @@ from averaging.training import (
     find_late,
     find_together,
     full_precision,
-    load_optimizer,
     needs_closure,
-    pack_optimizer,
-    restored_on_error,
     take_tensor,
     under_own_names,
 )
@@ -152,12 +148,13 @@ class DiLoCo(LockstepStrategy):
         alpha: float = 0.0,
         **options: Unpack[DiLoCoOptions],
     ) -> None:
-        given = {name: value for name, value in options.items() if name in TOP_K_DEFAULTS}
+        given = {name: value for name, value in options.items() if name in TOP_K_DEFAULTS and value is not None}
         common: Any = {name: value for name, value in options.items() if name not in TOP_K_DEFAULTS}
         super().__init__(**common)
         if type(fragments) is not int or fragments < 1:
             raise ConfigError(f"fragments must be a whole number, at least 1, not {fragments!r}")
         self._schedule: Schedule = make_schedule(sync_every, fragments)
+        self.sync_text = str(self._schedule)
         check_whole_number("delay", delay, 0)
         if isinstance(sync_every, int) and delay >= sync_every // fragments:
             raise ConfigError(
@@ -170,7 +167,12 @@ class DiLoCo(LockstepStrategy):
                 "alpha does not go with quorum: there the local steps made during a round stay on top of its result "
                 "and are sent with the next one; leave alpha out"
             )
-        self.top_k, self.decay = self._top_k({name: value for name, value in given.items() if value is not None})
+        if self.compression is CompressionType.TOP_K and self.error_feedback:
+            raise ConfigError(
+                "error_feedback does not go with compression='top_k', which has its own: what was not sent is kept in "
+                "the residual; leave error_feedback out, and set decay instead"
+            )
+        self.top_k, self.decay = _top_k_options(self.compression, given)
         outer = outer or (PLAIN if self.top_k else NESTEROV)
         if not callable(outer):
             raise ConfigError(
@@ -179,7 +181,7 @@ class DiLoCo(LockstepStrategy):
             )
         self.sync_every, self.fragments, self.delay, self.alpha = sync_every, fragments, delay, alpha
         self._pieces, self._make_outer = fragments, outer
-        self._fragments: list[Fragment] = []
+        self._fragments = Fragments()
         self._pending: PendingRound | None = None
         self._pending_history = History()  # when the pending round began
         self._loaded = False  # whether the anchors come from a state; local steps may follow them
@@ -194,27 +196,7 @@ class DiLoCo(LockstepStrategy):
         sparse = "" if self.top_k is None else f", density={self.top_k.density:g}, bits={self.top_k.bits}"
         if self.top_k is not None:
             sparse += f", decay={self.decay:g}, mean_over={self.top_k.mean_over.value}"
-        return f"DiLoCo(sync_every={self.sync_every!r}{options}{self._options()}{sparse})"
-
-    def _top_k(self, given: Mapping[str, Any]) -> tuple[TopK | None, float]:
-        options = {**TOP_K_DEFAULTS, **given}
-        decay = options["decay"]
-        if self.compression is not CompressionType.TOP_K:
-            for name in given:
-                raise ConfigError(f"{name} is an option of compression='top_k'; set that, or leave {name} out")
-            return None, decay
-        if not (is_finite(decay) and 0 <= decay <= 1):
-            raise ConfigError(f"decay, the factor of the residual in each round, must be from 0 to 1, not {decay!r}")
-        if self.error_feedback:
-            raise ConfigError(
-                "error_feedback does not go with compression='top_k', which has its own: what was not sent is kept in "
-                "the residual; leave error_feedback out, and set decay instead"
-            )
-        return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over")), decay
-
-    @property
-    def _late(self) -> int | None:
-        return None if self._target is None else self._target.step
+        return f"DiLoCo(sync_every={self.sync_every!r}{options}{common_options(self)}{sparse})"
 
     @property
     def samples(self) -> float:
@@ -222,16 +204,16 @@ class DiLoCo(LockstepStrategy):
         of_fragments = [fragment.open_steps for fragment in self._fragments]
         return (min if self.quorum is None else max)(of_fragments, default=0)
 
-    @property
-    def terms(self) -> Mapping[str, str]:
+    def terms(self, training: StrategyContext) -> Mapping[str, str]:
         if self.top_k is None:
-            return super().terms
+            return super().terms(training)
         chosen = {"density": f"{self.top_k.density:g}", "bits": str(self.top_k.bits)}
-        return {**super().terms, **chosen, "mean_over": self.top_k.mean_over.value}
+        return {**super().terms(training), **chosen, "mean_over": self.top_k.mean_over.value}
 
     def start(self, training: StrategyContext) -> None:
-        self._check_quorum(training)
-        self._fragments = []  # `start` may have failed for another averager
+        if self.quorum is not None:
+            self.quorum.check(training.peer.config.group_size, training.site.shards)
+        self._fragments = Fragments()  # `start` may have failed for another averager
         pieces = cut({name: parameter.numel() for name, parameter in training.trained.items()}, self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}
@@ -272,10 +254,11 @@ class DiLoCo(LockstepStrategy):
 
     def joined(self, training: StrategyContext) -> None:
         if self.history.step == 0 and not self._loaded:
-            self._anchor()
+            self._fragments.anchor()
         elif not self.attached:
             # The donor's parameters hold its local steps of the other fragments, or of a round, which it sends itself.
-            self._rebase(training, {})
+            with training.locked(), training.changing_parameters():
+                self._fragments.rebase({})
         for fragment in self._fragments:
             fragment.start_at(self.history.step, self._schedule.steps if self.attached else 0)
         self._attendance = Attendance()
@@ -287,13 +270,15 @@ class DiLoCo(LockstepStrategy):
         """The first step starts from the present parameters: they may have been loaded or averaged."""
         if training.local_step == self.history.step == 0:
             with training.locked():
-                self._anchor()
+                self._fragments.anchor()
         loss = training.inner_step(closure, self.max_norm)
-        self._count(training)
+        self._schedule.count(now_of(self._schedule, training))
         for fragment in self._fragments:
             fragment.count(self.history.step)
-        if self._pending is not None and self._is_over(training, self._pending):
-            self._end(training, self._pending)
+        if self._pending is not None:
+            in_time = self._target is None
+            if self._schedule.steps >= self.delay if in_time else training.is_over(self._pending):
+                self._end(training, self._pending)
         if self._pending is None and self.quorum is not None:
             self._go_along(training)
         elif self._pending is None:
@@ -305,9 +290,6 @@ class DiLoCo(LockstepStrategy):
         self._go_on(training, self.history.step, in_round=self._pending is not None and self._target is None)
         return loss
 
-    def _is_over(self, training: StrategyContext, pending: PendingRound) -> bool:
-        return training.is_over(pending) if self._target is not None else self._schedule.steps >= self.delay
-
     def _go_along(self, training: StrategyContext) -> None:
         look = training.site.broadcast_from_leader(lambda: self._look_along(training))
         self._attendance = replace(self._attendance, owed=self._attendance.owed or look.due is not None)
@@ -315,7 +297,7 @@ class DiLoCo(LockstepStrategy):
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
         is_late = look.target is not None or look.group_began
-        self._attend(RoundEvent.MISSED if is_late else RoundEvent.LEVEL)
+        self._attendance = self._attendance.after(RoundEvent.MISSED if is_late else RoundEvent.LEVEL)
         self.missed = max(0, look.target.step - self.history.step) if look.target else int(is_late)
         if look.downloads and self.catch_up(training, look.others, wait=False):
             return  # a round that is due begins after the next step, for which the others' progress is read anew
@@ -326,7 +308,7 @@ class DiLoCo(LockstepStrategy):
             return
         self._next_quorum(training)  # warns if there are too few peers
         if look.obstacle:
-            self._stands_still(look.obstacle)
+            self._standstill.reason = look.obstacle
         if self._attendance.timeliness is Timeliness.LATE or look.obstacle:
             return  # another step than that of the others must not be made: it would lead to a second history
         self.announce(training)  # who was missing in the last round is expected again
@@ -335,7 +317,8 @@ class DiLoCo(LockstepStrategy):
 
     def _look_along(self, training: StrategyContext) -> _Look:
         others, is_behind, due = self._look(training)
-        began = training.announcements.group_began(self._next_fragment.topic, self.history.phase) is not None
+        topic = self._fragments.at(self.history.step).topic
+        began = training.announcements.group_began(topic, self.history.phase) is not None
         newest = max(others.ahead.values(), default=self.history)
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
@@ -355,14 +338,14 @@ class DiLoCo(LockstepStrategy):
 
     def _begin_late(self, training: StrategyContext, target: History) -> None:
         """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
-        fragment = self._fragments[target.step % len(self._fragments)]
+        fragment = self._fragments.at(target.step)
         self._measure(training, fragment, keep=True, background=True)
-        self._target, self._pending_history = target, self.history
+        self._target, self._late, self._pending_history = target, target.step, self.history
         self.announce(training)
         holders = partial(find_together, target)
         options: RoundOptions = {"phase": target.phase, "expected_peers": holders, "follows": True}
         options["search_timeout"] = training.peer.config.round_timeout
-        options["stop_search"] = self._stop(training, target, holders)
+        options["stop_search"] = stop_search(training, target, holders)
         options.update(self._contribution(training, fragment, target))
         self._pending = training.begin(fragment.topic, **options)
 
@@ -373,14 +356,21 @@ class DiLoCo(LockstepStrategy):
         self._schedule.restart()
         self._attendance = replace(self._attendance, owed=False)
 
-    def _stop(self, training: StrategyContext, target: History, holders: ExpectedPeers) -> StopSearch:
-        """Stops a search once a peer that could make the step has made it, or none is left."""
-        first = frozenset(holders(training.announcements.of_others(wait=False)))
-
-        def stop(seen: Mapping[str, bytes]) -> bool:
-            return bool(first) and (any_advanced(target, first, seen) or not holders(seen))
-
-        return stop
+    def _next_quorum(self, training: StrategyContext) -> Quorum | None:
+        """When the next round begins although peers are missing; at all ranks of a site."""
+        if self.quorum is None:
+            return None
+        seen = training.announcements.of_others(wait=False)
+        count, present = self._quorum_count(training, seen), self._training_peers(seen)
+        too_few = present if present < count else 0
+        if too_few and too_few != self.quorum.too_few and self._leads:
+            logger.warning(
+                "the quorum is %d peers, but only %d are training: no round begins until there are more, and training "
+                "goes on without averages. Start more peers, or use a smaller quorum",
+                *(count, present),
+            )
+        self.quorum.too_few = too_few
+        return Quorum(count, self.quorum.grace)
 
     def _contribution(
         self, training: StrategyContext, fragment: Fragment, target: History, quorum: Quorum | None = None
@@ -395,10 +385,6 @@ class DiLoCo(LockstepStrategy):
         stated, holds = None if quorum is None else quorum.stated, target == self.history
         said = replace(said, steps=fragment.open_steps, age=age, discount=factor, holds=holds, quorum=stated)
         return {"gather": said.pack(), "weight": weight * factor}
-
-    def _anchor(self) -> None:
-        for fragment in self._fragments:
-            fragment.anchor()
 
     def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress, but not for others that could take a late contribution."""
@@ -415,8 +401,9 @@ class DiLoCo(LockstepStrategy):
         gathered, steps = self.samples, self.history.step
         is_new = gathered + self.present_others(training).samples > 0
         for _ in self._fragments if is_new else self._fragments[1:]:
-            together, is_left = training.site.broadcast_from_leader(lambda: self._at_the_end(training, partners))
-            if is_left:
+            seen = training.announcements.of_others()
+            together = training.site.broadcast_from_leader(partial(self.others, training, seen)).together
+            if not together and not seen.keys().isdisjoint(partners):
                 break  # an outer step of this peer alone would make its weights differ from the partners'
             self._begin(training, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
@@ -427,39 +414,24 @@ class DiLoCo(LockstepStrategy):
                 if fragment.feedback is not None and self._owns:  # not empty if the last round has failed
                     fragment.feedback.keep({name: -steps for name, steps in fragment.local_steps().items()})
                 fragment.rebase({})
-        if self._feedbacks and self._leads:
-            self._tell_unsent()
+        if self._fragments.feedbacks and self._leads:
+            self._fragments.tell_unsent()
         if not training.modes.exist:
             return receipt
         # Equal training weights, but the evaluation weights depend on this peer's own iterates as well.
         training.modes.eval()
         topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE)
-        return self._average_at_the_end(training, topic, end - training.monotonic())
-
-    def _tell_unsent(self) -> None:
-        norms = [feedback.unsent() for feedback in self._feedbacks]
-        residual, change = (math.hypot(*of_fragments) for of_fragments in zip(*norms, strict=True))
-        logger.info(
-            "top_k: this peer ends with changes that it never sent; they are dropped. Their norm is %.3g, that of its "
-            "last change %.3g%s",
-            *(residual, change, f" ({residual / change:.1f} times as much)" if change else ""),
-        )
-
-    def _at_the_end(self, training: StrategyContext, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
-        """The peers to make the last outer step with, and whether there are none although partners are left."""
-        announcements = training.announcements.of_others()
-        together = self.others(training, announcements).together
-        return together, not together and not announcements.keys().isdisjoint(partners)
+        return average_at_the_end(training, topic, end - training.monotonic())
 
     def _look(self, training: StrategyContext) -> tuple[Others, bool, Due | None]:
         """The other peers, whether this one is behind or may be, and its next round, if it is due."""
         seen = training.announcements.at_leader(wait=False)
-        due = self._due(training, self._next_fragment.topic, seen, self.history.phase)
+        due = self._due(training, self._fragments.at(self.history.step).topic, seen, self.history.phase)
         if due is not None:
             # The others may have made the round since the last step; then this peer would wait for a group in vain.
             seen = training.announcements.at_leader(wait=True)
         others = self.others(training, seen)
-        if due is not None and self._holds(training, self._next_fragment.topic):
+        if due is not None and self._holds(training, self._fragments.at(self.history.step).topic):
             due = None
         return others, bool(others.ahead) or self._downloads.busy, due
 
@@ -473,7 +445,7 @@ class DiLoCo(LockstepStrategy):
         """Begins the next fragment's round; a peer that can average with nobody makes its outer step at once."""
         if search_timeout is None and self._ends_with_others(training, together):
             return
-        fragment = self._next_fragment
+        fragment = self._fragments.at(self.history.step)
         keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
         goes_on = self.delay > 0 and bool(together)
         self._measure(training, fragment, keep=keeps and bool(together), background=goes_on)
@@ -483,7 +455,7 @@ class DiLoCo(LockstepStrategy):
         if due.moment:
             self._tell(training, due.moment)
         self._pending_history, self._target = self.history, None
-        expected = self._at_moment(self._expected_peers(training, together), due.moment)
+        expected = due.at_moment(self._expected_peers(training, together))
         options: RoundOptions = {"phase": self.history.phase, "expected_peers": expected}
         options["drift"] = training.fingerprint(self._anchors, self.history.phase, self.history.step)
         # At the end of training all wait for all.
@@ -493,7 +465,7 @@ class DiLoCo(LockstepStrategy):
             options["search_timeout"] = search_timeout
         if quorum is not None:
             options["quorum"] = quorum
-            options["stop_search"] = self._stop(training, self.history, expected)
+            options["stop_search"] = stop_search(training, self.history, expected)
         self._pending = training.begin(fragment.topic, after=due.after, **options)
 
     def _end(self, training: StrategyContext, pending: PendingRound) -> Receipt:
@@ -508,18 +480,19 @@ class DiLoCo(LockstepStrategy):
         self._pending = None
         target, self._target = self._target, None
         if target is not None:
+            self._late = None
             self.announce(training)
             if receipt.averaged:
                 self._schedule.restart()  # from here on it comes when the others come
         if self.history != self._pending_history:
             return receipt  # a checkpoint was loaded meanwhile, so the result belongs to other parameters
         if receipt.averaged and target is not None and target != self.history:
-            self._include(self._fragments[target.step % len(self._fragments)], target, receipt)
+            self._include(self._fragments.at(target.step), target, receipt)
         elif receipt.averaged:
-            self._step(training, self._next_fragment, receipt)
+            self._step(training, self._fragments.at(self.history.step), receipt)
         else:
             self._discarded = bool(receipt.group_id)
-            self._stands_still(f"its last round failed: {receipt.reason}")
+            self._standstill.reason = f"its last round failed: {receipt.reason}"
             if self.quorum is not None:
                 self._miss(training, target, receipt)
         return receipt
@@ -530,7 +503,7 @@ class DiLoCo(LockstepStrategy):
             fragment.feedback.applied()
         self._claimed = fragment, target.after(receipt.group_id, 0.0), sent, steps
         self._discarded, self._standstill = False, Standstill()
-        self._attend(RoundEvent.INCLUDED)
+        self._attendance = self._attendance.after(RoundEvent.INCLUDED)
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
         """A round that has failed, or that this peer has missed, is made up for in the next one."""
@@ -540,7 +513,7 @@ class DiLoCo(LockstepStrategy):
         owed = target is not None or bool(self.present_others(training).ahead)
         self._attendance = replace(self._attendance, owed=owed)
         if target is not None and target == self.history:
-            self._attend(RoundEvent.UNMET)
+            self._attendance = self._attendance.after(RoundEvent.UNMET)
 
     def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
@@ -554,9 +527,9 @@ class DiLoCo(LockstepStrategy):
             training.weights.averaged[fragment.topic.schema.topic] = training.weights.made
         fragment.applied(self.history.step)
         if receipt is not None and self.quorum is not None:
-            self._cadence.note(receipt)
+            self.quorum.note(receipt.started)
         self._discarded, self.missed = False, 0
-        self._attend(RoundEvent.AVERAGED)
+        self._attendance = self._attendance.after(RoundEvent.AVERAGED)
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
@@ -580,19 +553,15 @@ class DiLoCo(LockstepStrategy):
                 fragment.start_at(self.history.step)
         if self.quorum is not None:
             is_open = any(fragment.open_steps for fragment in self._fragments)
-            self._attend(RoundEvent.REBASED if is_open else RoundEvent.TOOK_OVER)
-        self._rebase(training, {name: change for steps in own for name, change in steps.items()} if follows else {})
-        for feedback in self._feedbacks:
+            self._attendance = self._attendance.after(RoundEvent.REBASED if is_open else RoundEvent.TOOK_OVER)
+        with training.locked(), training.changing_parameters():
+            self._fragments.rebase({name: change for steps in own for name, change in steps.items()} if follows else {})
+        for feedback in self._fragments.feedbacks:
             if not follows:
                 feedback.reset()
             elif discarded:
                 feedback.applied()
         self._discarded = False
-
-    def _rebase(self, training: StrategyContext, steps: Mapping[str, torch.Tensor]) -> None:
-        with training.locked(), training.changing_parameters():
-            for fragment in self._fragments:
-                fragment.rebase(steps)
 
     def _restore(self, own: Sequence[dict[str, torch.Tensor]]) -> None:
         """Takes back what was sent late if the step in which it was is not in the history of the run."""
@@ -610,68 +579,29 @@ class DiLoCo(LockstepStrategy):
                 own[fragment.number][name] += change
 
     @property
-    def _feedbacks(self) -> list[SparseFeedback]:
-        return [fragment.feedback for fragment in self._fragments if fragment.feedback is not None]
-
-    @property
     def _anchors(self) -> dict[str, torch.Tensor]:
-        return {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
-
-    @property
-    def _next_fragment(self) -> Fragment:
-        return self._fragments[self.history.step % len(self._fragments)]
+        return self._fragments.anchors
 
     def state(self) -> ExtraState:
         """The model after the last global step, and the state of the outer optimizers."""
-        tensors: dict[str, torch.Tensor] = {}
-        outer = []
-        for fragment in self._fragments:
-            tensors |= {f"anchor/{name}": anchor.detach() for name, anchor in fragment.anchors.items()}
-            state_tensors, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
-            tensors |= state_tensors
-            outer.append(packed)
+        tensors, outer = self._fragments.state()
         return ExtraState(tensors, {"outer": outer, "since": self._schedule.steps})
 
     def parameter_of(self, name: str) -> str | None:
-        """The parameter of an anchor, or of a tensor in the state of an outer optimizer."""
-        kind, _, rest = name.partition("/")
-        if kind == "anchor":
-            return rest
-        number, _, key = rest.partition("/")
-        names = list(self._fragments[int(kind.removeprefix("outer"))].anchors)
-        return names[int(number)] if number.isdigit() and key != "step" else None
+        return self._fragments.parameter_of(name)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         super().load(tensors, user)
         since = count_in(user, "since")
-        outer = user.get("outer")
-        if not isinstance(outer, list) or len(outer) != len(self._fragments):
-            raise StateError(f"its model is not divided into {len(self._fragments)} fragments, as this peer's is")
-        own = [name for fragment in self._fragments for name in fragment.anchors]
-        anchors_in_state = under_own_names(tensors, "anchor/", own)
-        new_anchors = [
-            {name: take_tensor(anchors_in_state, name, anchor) for name, anchor in fragment.anchors.items()}
-            for fragment in self._fragments
-        ]
-        with ExitStack() as all_or_none:
-            for fragment, packed in zip(self._fragments, outer, strict=True):
-                all_or_none.enter_context(restored_on_error(fragment.outer))
-                load_optimizer(fragment.outer, tensors, packed, fragment.progress, f"outer{fragment.number}")
-        with torch.no_grad():
-            for fragment, anchors in zip(self._fragments, new_anchors, strict=True):
-                fragment.complete()  # what a round sends is measured from the old anchors
-                for name, anchor in anchors.items():
-                    fragment.anchors[name].copy_(anchor)
+        self._fragments.load(tensors, user.get("outer"))
         self._schedule.steps, self._loaded = since, True
         self._discarded = False
-        for fragment in self._fragments:
-            fragment.exclude()
 
     def own_state(self) -> Mapping[str, torch.Tensor]:
         """The residuals of `top_k`: what this peer has not sent yet."""
         if not self._owns:
             return {}
-        return {name: tensor for feedback in self._feedbacks for name, tensor in feedback.state().items()}
+        return {name: tensor for feedback in self._fragments.feedbacks for name, tensor in feedback.state().items()}
 
     def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Loads residuals, which belong to the anchors of the same checkpoint."""
@@ -689,8 +619,31 @@ class DiLoCo(LockstepStrategy):
                 "the checkpoint holds changes that were not sent yet (the residual of top_k); without "
                 "compression='top_k' they are dropped"
             )
-        for feedback in self._feedbacks if self._owns else ():
+        for feedback in self._fragments.feedbacks if self._owns else ():
             feedback.load(fitting)
+
+
+def _top_k_options(compression: CompressionType | None, given: Mapping[str, Any]) -> tuple[TopK | None, float]:
+    """The options of `top_k` and the decay of its residual, checked; None with another compression."""
+    options = {**TOP_K_DEFAULTS, **given}
+    decay = options["decay"]
+    if compression is not CompressionType.TOP_K:
+        for name in given:
+            raise ConfigError(f"{name} is an option of compression='top_k'; set that, or leave {name} out")
+        return None, decay
+    if not (is_finite(decay) and 0 <= decay <= 1):
+        raise ConfigError(f"decay, the factor of the residual in each round, must be from 0 to 1, not {decay!r}")
+    return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over")), decay
+
+
+def stop_search(training: StrategyContext, target: History, holders: ExpectedPeers) -> StopSearch:
+    """Stops a search once a peer that could make the step after `target` has made it, or none is left."""
+    first = frozenset(holders(training.announcements.of_others(wait=False)))
+
+    def stop(seen: Mapping[str, bytes]) -> bool:
+        return bool(first) and (any_advanced(target, first, seen) or not holders(seen))
+
+    return stop
 
 
 def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
-from averaging.errors import ConfigError, TensorError
+from averaging.errors import ConfigError, StateError, TensorError
 from averaging.peer import SparseFeedback, Topic
 from averaging.tensors import HostCopies, copy_to_host, is_on_device, sent, sharing_memory
-from averaging.training import GroupProgress
+from averaging.training import (
+    GroupProgress,
+    load_optimizer,
+    pack_optimizer,
+    restored_on_error,
+    take_tensor,
+    under_own_names,
+)
+
+logger = logging.getLogger("averaging.training")
 
 
 class Fragment:
@@ -172,6 +185,75 @@ class Fragment:
         for name, parameter in self.parameters.items():
             anchor = self.anchors[name]
             parameter.copy_(anchor + steps[name] if name in steps else anchor)
+
+
+class Fragments(list[Fragment]):
+    """The fragments of a model, in the order of their rounds."""
+
+    def at(self, step: int) -> Fragment:
+        """The fragment that is averaged after global step `step`."""
+        return self[step % len(self)]
+
+    @property
+    def anchors(self) -> dict[str, torch.Tensor]:
+        return {name: anchor for fragment in self for name, anchor in fragment.anchors.items()}
+
+    @property
+    def feedbacks(self) -> list[SparseFeedback]:
+        return [fragment.feedback for fragment in self if fragment.feedback is not None]
+
+    def anchor(self) -> None:
+        for fragment in self:
+            fragment.anchor()
+
+    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
+        for fragment in self:
+            fragment.rebase(steps)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The anchors and the tensors of the outer optimizers (not copied), and the rest of each of these."""
+        tensors: dict[str, torch.Tensor] = {f"anchor/{name}": anchor.detach() for name, anchor in self.anchors.items()}
+        outer = []
+        for fragment in self:
+            of_outer, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
+            tensors |= of_outer
+            outer.append(packed)
+        return tensors, outer
+
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter of an anchor, or of a tensor in the state of an outer optimizer."""
+        kind, _, rest = name.partition("/")
+        if kind == "anchor":
+            return rest
+        number, _, key = rest.partition("/")
+        names = list(self[int(kind.removeprefix("outer"))].anchors)
+        return names[int(number)] if number.isdigit() and key != "step" else None
+
+    def load(self, tensors: Mapping[str, torch.Tensor], outer: object) -> None:
+        """Loads what `state` returned, or raises StateError and changes nothing."""
+        if not isinstance(outer, list) or len(outer) != len(self):
+            raise StateError(f"its model is not divided into {len(self)} fragments, as this peer's is")
+        named = under_own_names(tensors, "anchor/", list(self.anchors))
+        anchors = {name: take_tensor(named, name, anchor) for name, anchor in self.anchors.items()}
+        with ExitStack() as all_or_none:
+            for fragment, packed in zip(self, outer, strict=True):
+                all_or_none.enter_context(restored_on_error(fragment.outer))
+                load_optimizer(fragment.outer, tensors, packed, fragment.progress, f"outer{fragment.number}")
+        with torch.no_grad():
+            for fragment in self:
+                fragment.complete()  # what a round sends is measured from the old anchors
+                for name, anchor in fragment.anchors.items():
+                    anchor.copy_(anchors[name])
+                fragment.exclude()
+
+    def tell_unsent(self) -> None:
+        norms = [feedback.unsent() for feedback in self.feedbacks]
+        residual, change = (math.hypot(*of_fragments) for of_fragments in zip(*norms, strict=True))
+        logger.info(
+            "top_k: this peer ends with changes that it never sent; they are dropped. Their norm is %.3g, that of its "
+            "last change %.3g%s",
+            *(residual, change, f" ({residual / change:.1f} times as much)" if change else ""),
+        )
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:

@@ -13,6 +13,7 @@ from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt, RoundOptions
 from averaging.protocol import CompressionType, Statement
 from averaging.receipts import Receipt
+from averaging.strategies.base import average_at_the_end, common_options
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.tensors import first_not_finite
 from averaging.training import (
@@ -52,6 +53,8 @@ class GradientAveraging(LockstepStrategy):
         ConfigError: an argument is invalid.
     """
 
+    scheduled_globally = True
+
     def __init__(
         self,
         target_batch_size: int,
@@ -68,18 +71,14 @@ class GradientAveraging(LockstepStrategy):
         self._batch_began = math.inf  # when the last step returned
 
     def __repr__(self) -> str:
-        return f"GradientAveraging(target_batch_size={self.target_batch_size}{self._options()})"
+        return f"GradientAveraging(target_batch_size={self.target_batch_size}{common_options(self)})"
 
     @property
     def samples(self) -> float:
         return self._gathered
 
-    @property
-    def terms(self) -> Mapping[str, str]:
+    def terms(self, training: StrategyContext) -> Mapping[str, str]:
         return {"target_batch_size": str(self.target_batch_size)}
-
-    def schedule(self, training: StrategyContext) -> int:
-        return self.history.step
 
     def start(self, training: StrategyContext) -> None:
         if needs_closure(training.optimizer):
@@ -200,7 +199,7 @@ class GradientAveraging(LockstepStrategy):
                 if receipt is None or not receipt.averaged:
                     self._unclip(scale)
             if not receipt.averaged:
-                self._stands_still(f"its last round failed: {receipt.reason}")
+                self._standstill.reason = f"its last round failed: {receipt.reason}"
                 return
             for member in receipt.members:
                 lacking &= _numbers(Statement.read(receipt.gathered[member]).lacking)
@@ -232,7 +231,7 @@ class GradientAveraging(LockstepStrategy):
         if not training.buffers and not training.reports.counters:
             return None
         topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)
-        return self._average_at_the_end(training, topic, max(0.0, end - training.monotonic()))
+        return average_at_the_end(training, topic, end - training.monotonic())
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         super().load(tensors, user)

@@ -12,7 +12,7 @@ from averaging.errors import ConfigError
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import Due, Strategy, StrategyOptions
+from averaging.strategies.base import Due, Strategy, StrategyOptions, average_at_the_end, common_options, now_of
 from averaging.strategies.diloco import PLAIN, DiLoCo
 from averaging.strategies.schedule import Schedule, Standstill, make_schedule
 from averaging.tensors import HostCopies, is_on_device, sent, sharing_memory
@@ -102,14 +102,6 @@ def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, sent: torch.Tenso
     moment.add_(change * left).clamp_(min=0)
 
 
-WITHOUT_CHANGES = {
-    "outer": "use DiLoCo(sync_every, outer=...) to choose an outer optimizer",
-    "overlap": "set delay to the number of local steps for which training goes on during a round",
-    "statistics": "the statistics of the optimizer stay those of each peer, so leave it out",
-}
-"""What `LocalSGD.of_changes` refuses, and what to do instead."""
-
-
 class LocalSGD(Strategy):
     """Each peer trains alone; after `sync_every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
 
@@ -148,6 +140,7 @@ class LocalSGD(Strategy):
     ) -> None:
         super().__init__(**options)
         self._schedule: Schedule = make_schedule(sync_every)
+        self.sync_text = str(self._schedule)
         self.sync_every = sync_every
         self.statistics = statistics
         self.overlap = overlap
@@ -155,7 +148,6 @@ class LocalSGD(Strategy):
         self._averaged: list[torch.Tensor] = []
         self._delayed: DelayedUpdate | None = None  # with `overlap`
         self._pending: PendingRound | None = None
-        self._parameters: Mapping[str, torch.Tensor] = {}
         self._replaced = False  # whether the parameters were loaded since the pending round began
         self._announcements: Mapping[str, bytes] = {}  # those read last
         self._averaged_in = ""  # group that has averaged the parameters, until the next step changes them
@@ -170,18 +162,18 @@ class LocalSGD(Strategy):
         has missed a step takes over the state of another. Buffers are averaged as values; the statistics of the
         optimizer are not. It raises ConfigError if an option is invalid.
         """
-        for option, remedy in WITHOUT_CHANGES.items():
+        for option in ("outer", "overlap", "statistics"):
             if options.pop(option, None):
-                raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {remedy}")
+                text = "use DiLoCo with another outer optimizer or a delay, or leave it out"
+                raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {text}")
         return DiLoCo(sync_every, outer=PLAIN, **options)
 
     def __repr__(self) -> str:
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
-        return f"LocalSGD(sync_every={self.sync_every!r}{flags}{self._options()})"
+        return f"LocalSGD(sync_every={self.sync_every!r}{flags}{common_options(self)})"
 
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
-        self._parameters = training.parameters
         if not self._averages_state(training):
             self._make_topic(training)
 
@@ -200,7 +192,7 @@ class LocalSGD(Strategy):
             group, self._averaged_in = self._averaged_in, ""
             self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
         loss = training.inner_step(closure, self.max_norm)
-        self._count(training)
+        self._schedule.count(now_of(self._schedule, training))
         topic, due = self._due_topic(training)
         if topic is not None and due is not None:
             self._average(training, topic, due)
@@ -209,7 +201,7 @@ class LocalSGD(Strategy):
 
     def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
-        options: RoundOptions = {"expected_peers": self._at_moment(still_training, due.moment)}
+        options: RoundOptions = {"expected_peers": due.at_moment(still_training)}
         if self._alike is not None:
             options["drift"] = self._alike
         if due.moment:
@@ -266,7 +258,7 @@ class LocalSGD(Strategy):
         training.modes.eval()
         tensors = training.tensors | training.iterates()
         topic = training.topic("", tensors, adopt=Adopt.WHOLE, compression=self.compression)
-        return self._average_at_the_end(training, topic, timeout)
+        return average_at_the_end(training, topic, timeout)
 
     def _averages_state(self, training: StrategyContext) -> bool:
         return self.statistics or training.modes.exist
@@ -299,7 +291,7 @@ class LocalSGD(Strategy):
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
         training.announcements.refresh()  # cached declarations belong to the round that has ended
         if not receipt.averaged:
-            self._stands_still(f"its last round failed: {receipt.reason}")
+            self._standstill.reason = f"its last round failed: {receipt.reason}"
         training.announcements.announce(self.progress(training).pack(), soon=False)
         # A round that was overlapped, or lacks a part, leaves its members with different parameters. So do deltas.
         is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None
@@ -322,8 +314,8 @@ class LocalSGD(Strategy):
         with training.replacing():
             with training.copies.following():
                 self._delayed.add()
-            present = {name: tensor.clone() for name, tensor in self._parameters.items()}
-            _write(training, self._delayed.averages(self._parameters))
+            present = {name: tensor.clone() for name, tensor in training.parameters.items()}
+            _write(training, self._delayed.averages(training.parameters))
         with training.locked():
             _write(training, present)
 

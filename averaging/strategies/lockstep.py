@@ -24,13 +24,14 @@ from averaging.training import (
     History,
     Others,
     Own,
-    Progress,
     Stage,
     StrategyContext,
     compare_progress,
     find_behind,
     find_late,
     find_together,
+    same_origin,
+    still_training,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ class LockstepStrategy(Strategy):
     _warned_group_size = False
     _alone = False  # whether it has made the last step alone
     _awaited_since: float | None = None  # since when only peers that have ended their training share its history
-    _awaited: int | None = None  # the step whose state it downloads while the others wait, see `Progress.late`
     _put_off: Mapping[str, float] = {}  # until when it puts off its steps for a peer that is behind, on its own clock
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
     _given: tuple[object, ...] = (None,)  # from what `_others` follows
@@ -85,6 +85,14 @@ class LockstepStrategy(Strategy):
         self._given, self._others = given, others
         return others
 
+    def _quorum_count(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> int:
+        if self.quorum is None:
+            return 0
+        return min(self.quorum.count(self._training_peers(announcements)), training.peer.config.group_size)
+
+    def _training_peers(self, announcements: Mapping[str, bytes]) -> int:
+        return 1 + len(still_training(announcements) & same_origin(self.history, announcements))
+
     def _late_peers(self, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
         with_quorum = self.quorum is not None and self.stage is Stage.TRAINING
         return find_late(self.history, announcements) if with_quorum else ()
@@ -93,20 +101,16 @@ class LockstepStrategy(Strategy):
     # only taken over states, and is behind again, says so, and nobody makes a step until it is level. Training goes on
     # meanwhile, and the step that is put off averages all of it.
 
-    def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
-        progress = super().progress(training, computing)
-        return progress if self._awaited is None else replace(progress, late=self._awaited)
-
     def catch_up(
         self, training: StrategyContext, others: Others, start_timeout: float = 0.0, *, wait: bool = True
     ) -> bool:
         if others.ahead and self.quorum is None:
             self._note_behind(training, others.ahead)
         taken = super().catch_up(training, others, start_timeout, wait=wait)
-        if taken or self._awaited is None:
+        if taken or self._late is None or self.quorum is not None:
             return taken
         if not training.site.broadcast_from_leader(lambda: self._downloads.busy):
-            self._awaited = None  # its download has failed
+            self._late = None  # its download has failed
             self.announce(training)
         return taken
 
@@ -114,21 +118,21 @@ class LockstepStrategy(Strategy):
         newest, rate = max(ahead.values()), training.states.rate
         same_run = newest.origin.id == self.history.origin.id
         if not training.standing.made and same_run:
-            asked, self._awaited = self._awaited, newest.step
+            asked, self._late = self._late, newest.step
             if asked is None:
                 self.announce(training)
         reason = f"it is at global step {self.history.step}, and downloads the state of {listed(sorted(ahead))} at "
         reason += f"{newest.step}; its last download came at {rate / 1e6:.3g} MB/s" if rate else f"{newest.step}"
-        self._stands_still(f"{reason}{'; the others put off their next step for it' * (self._awaited is not None)}")
+        self._standstill.reason = f"{reason}{'; the others put off their next step for it' * (self._late is not None)}"
         self._tell_standstill(training, self.history.step)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         super()._take_over(training, fetch)
-        if self._awaited is not None:
+        if self._late is not None and self.quorum is None:
             # They may have made a step before they knew of it; if they did not wait on now, this peer would always be
             # one step behind.
             ahead = self.present_others(training, wait=False).ahead
-            self._awaited = max(ahead.values()).step if ahead else None
+            self._late = max(ahead.values()).step if ahead else None
 
     def _holds(self, training: StrategyContext, topic: Topic) -> bool:
         """Whether this peer puts off a global step that is due; called at the leader of a site."""
@@ -145,7 +149,7 @@ class LockstepStrategy(Strategy):
         waits = [name for name, until in held.items() if behind[name] and until > now]
         if waits:
             text = "the next global step waits for up to %.0f s for %s, which downloads the state and is behind again"
-            self._stands_still(text % (limit, listed(waits)))
+            self._standstill.reason = text % (limit, listed(waits))
         if over := [name for name, until in held.items() if -math.inf < until <= now]:
             logger.warning(
                 "%s has not become level with global step %d in %.0f s: no step waits for it any more. Its link may be "
@@ -203,7 +207,7 @@ class LockstepStrategy(Strategy):
         """Adds a global step to the history; without a receipt one that this peer made alone, with its `samples`."""
         if receipt is None and not self._alone and training.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
-        self._alone, self._awaited = receipt is None, None
+        self._alone, self._late = receipt is None, None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.

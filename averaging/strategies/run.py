@@ -232,22 +232,20 @@ class RunEnd:
 
         If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
         """
-        strategy, group_size = self._strategy, self._training.peer.config.group_size
+        quorum, group_size = self._strategy.quorum, self._training.peer.config.group_size
 
         def ended(seen: Mapping[str, bytes]) -> bool:
             return not still_training(seen) or bool(done_training(seen, Stage.CONCLUDING))
 
-        def enough(seen: Mapping[str, bytes]) -> bool:
-            return ended(seen) or strategy.wait_at_the_end(seen, group_size) < math.inf
-
-        def patience() -> float:
+        def patience(seen: Mapping[str, bytes]) -> float:
             if ended(seen):
                 return 0.0
-            return min(end - self._training.monotonic(), strategy.wait_at_the_end(seen, group_size))
+            training = len(still_training(seen))
+            return quorum.patience(1 + len(seen) - training, training, group_size) if quorum else math.inf
 
         end = self._training.monotonic() + self._remaining / 2
-        seen = self._wait(enough, self._remaining / 2)
-        left = self._training.site.broadcast_from_leader(patience)
+        seen = self._wait(lambda seen: patience(seen) < math.inf, self._remaining / 2)
+        left = self._training.site.broadcast_from_leader(lambda: min(end - self._training.monotonic(), patience(seen)))
         if left > 0:
             self._wait(ended, left)
         self._announce(Stage.CONCLUDING)

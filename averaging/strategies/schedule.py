@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-from averaging.common import is_finite, parse_duration
+from averaging.common import counted, is_finite, parse_duration
 from averaging.errors import ConfigError
-from averaging.receipts import Receipt
 
 SMOOTHING = 0.2
 """Weight of the newest step in the running mean of the seconds per step."""
@@ -41,6 +40,9 @@ class Schedule(ABC):
     steps = 0
     interval = 0.0
     length = 0
+
+    def __str__(self) -> str:
+        return spelled_seconds(self.interval) if self.interval else counted(self.length, "step")
 
     @property
     def moment(self) -> float:
@@ -236,13 +238,28 @@ FIRST_GRACE = 1.0
 """Seconds for which a peer waits in its first rounds, since the time between two is not known then."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QuorumOptions:
-    """The options of a strategy that waits for nobody who is late, checked."""
+    """The checked options of a strategy that waits for nobody who is late, and when its last rounds began."""
 
     quorum: int | float  # number of peers, this one included, or share of the peers that are training
-    grace: float = DEFAULT_GRACE  # upper bound of the grace period in seconds
+    bound: float = DEFAULT_GRACE  # upper bound of the grace period in seconds
     discount: float = DEFAULT_DISCOUNT  # factor of the weight for each global step of age
+    began: tuple[float, ...] = ()  # when the last rounds began; replaced as a whole, since the peer's thread reads it
+    too_few: int = 0  # number of peers of which a warning said that they are less than the quorum
+
+    def check(self, group_size: int, shards: int) -> None:
+        """Raises ConfigError if no round with the quorum is possible."""
+        if isinstance(self.quorum, int) and self.quorum > group_size:
+            raise ConfigError(
+                f"quorum={self.quorum} is more than group_size={group_size}, so no round could ever begin; set "
+                f"group_size to at least {self.quorum} at all peers, or a smaller quorum"
+            )
+        if shards > 1:
+            raise ConfigError(
+                "quorum does not work with a model that is divided between the processes of a site, since the rounds "
+                "of its shards could begin with different peers; leave quorum out"
+            )
 
     def count(self, training: int) -> int:
         """Members without which no round begins, of so many peers that are training: at least 2."""
@@ -253,9 +270,35 @@ class QuorumOptions:
     def weight_factor(self, age: int) -> float:
         return max(LEAST_DISCOUNT, self.discount**age)
 
+    def note(self, began: float) -> None:
+        """Notes when a round began that has averaged."""
+        self.began = (*self.began, began)[-RECENT_ROUNDS:]
+
+    @property
+    def interval(self) -> float:
+        """The median of the seconds between the beginnings of the last rounds; infinite if there were less than two."""
+        intervals = [after - before for before, after in pairwise(self.began) if after > before]
+        return statistics.median(intervals) if intervals else math.inf
+
+    @property
+    def grace(self) -> float:
+        """Seconds for which the next round waits for further members than the quorum."""
+        interval = self.interval
+        return min(self.bound, FIRST_GRACE if interval == math.inf else max(LEAST_GRACE, MAX_SHARE * interval))
+
+    def patience(self, ended: int, training: int, group_size: int) -> float:
+        """Seconds for which a peer that has ended its training waits for those that have not.
+
+        Infinite as long as fewer peers than the quorum have ended theirs. Otherwise it is a usual time between two
+        rounds, and the longest for which a round waits for those that are late.
+        """
+        if ended < min(self.count(ended + training), group_size):
+            return math.inf
+        return self.interval + self.bound
+
     def __str__(self) -> str:
         text = f", quorum={self.quorum}"
-        text += f", grace={self.grace:g}s" if self.grace != DEFAULT_GRACE else ""
+        text += f", grace={self.bound:g}s" if self.bound != DEFAULT_GRACE else ""
         return text + (f", staleness_discount={self.discount:g}" if self.discount != DEFAULT_DISCOUNT else "")
 
 
@@ -291,28 +334,6 @@ def _seconds(grace: float | str) -> float:
             f"to {MAX_GRACE:g} s, such as '10s', not {grace!r}"
         )
     return float(seconds)
-
-
-class Cadence:
-    """When the last rounds began, and so for how long the next one waits for further members than the quorum."""
-
-    def __init__(self, bound: float) -> None:
-        self._bound = bound
-        self._began: deque[float] = deque(maxlen=RECENT_ROUNDS)
-
-    @property
-    def grace(self) -> float:
-        interval = self.interval
-        return min(self._bound, FIRST_GRACE if interval == math.inf else max(LEAST_GRACE, MAX_SHARE * interval))
-
-    @property
-    def interval(self) -> float:
-        """The median of the seconds between the beginnings of the last rounds; infinite if there were less than two."""
-        intervals = [after - before for before, after in pairwise(self._began) if after > before]
-        return statistics.median(intervals) if intervals else math.inf
-
-    def note(self, receipt: Receipt) -> None:
-        self._began.append(receipt.started)
 
 
 # With a quorum nobody waits for a peer that has missed a round, nor does that peer wait.
@@ -376,7 +397,7 @@ PATIENCE = 2
 """Expected rounds without a step of the run after which a peer says why it makes none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Standstill:
     """For how long a peer has made no step of its run."""
 

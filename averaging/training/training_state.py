@@ -114,8 +114,8 @@ logger = logging.getLogger("averaging.training")
 
 class StrategyState(Protocol):
     history: History
+    scheduled_globally: bool
 
-    def schedule(self, training: StrategyContext) -> int: ...
     def joined(self, training: StrategyContext) -> None: ...
     def announced_history(self, training: StrategyContext) -> History: ...
     def state(self) -> ExtraState: ...
@@ -145,7 +145,8 @@ class TrainingState:
 
     def drive_scheduler(self) -> None:
         if self._driver is not None:
-            self._driver.drive(self._strategy.schedule(self._training))
+            by_global_steps = self._strategy.scheduled_globally
+            self._driver.drive(self._strategy.history.step if by_global_steps else self._training.local_step)
 
     # For newcomers
 

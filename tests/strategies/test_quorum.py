@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from averaging import DiLoCo, LocalSGD, Receipt, Strategy
+from averaging import DiLoCo, LocalSGD, Strategy
 from averaging.errors import ConfigError
-from averaging.receipts.receipt import Outcome
 from averaging.strategies.schedule import (
     FIRST_GRACE,
     LEAST_DISCOUNT,
@@ -19,7 +18,7 @@ from averaging.strategies.schedule import (
     PATIENCE,
     TRANSITIONS,
     Attendance,
-    Cadence,
+    QuorumOptions,
     RoundEvent,
     Standstill,
     Timeliness,
@@ -50,7 +49,7 @@ def test_options_that_are_refused(strategy: Callable[..., Strategy], options: di
 
 def test_local_sgd_with_a_quorum_averages_changes() -> None:
     assert repr(LocalSGD(10, quorum=2, overlap=False, statistics=False)) == repr(LocalSGD.of_changes(10, quorum=2))
-    with pytest.raises(ConfigError, match=r"overlap does not go with LocalSGD.of_changes; set delay"):
+    with pytest.raises(ConfigError, match=r"overlap does not go with LocalSGD.of_changes; use DiLoCo"):
         LocalSGD(10, quorum=2, overlap=True)
 
 
@@ -80,12 +79,12 @@ def test_the_weight_falls_with_the_age_and_never_vanishes() -> None:
 
 def test_the_grace_period_is_a_share_of_the_time_between_rounds_within_its_bounds() -> None:
     for interval, bound, grace in [(1.0, 10.0, LEAST_GRACE), (60.0, 10.0, 1.2), (3600.0, 10.0, 10.0), (60.0, 0.5, 0.5)]:
-        cadence = Cadence(bound)
-        assert cadence.grace == min(bound, FIRST_GRACE)
+        options = QuorumOptions(2, bound)
+        assert options.grace == min(bound, FIRST_GRACE)
         for number in (1, 2, 3, 5):  # one round has failed
-            cadence.note(Receipt(number, Outcome.AVERAGED, started=interval * number))
-        assert cadence.interval == interval
-        assert cadence.grace == pytest.approx(grace)
+            options.note(interval * number)
+        assert options.interval == interval
+        assert options.grace == pytest.approx(grace)
 
 
 IN_TIME, LATE, REBASED = Timeliness.IN_TIME, Timeliness.LATE, Timeliness.REBASED
