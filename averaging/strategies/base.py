@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
 import torch
 
@@ -149,6 +149,14 @@ class Strategy(ABC):
             )
         self.error_feedback = error_feedback
         self.max_norm = max_norm
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self.attached:
+            raise ConfigError(
+                f"{self!r} is in use by an averager and cannot be copied or pickled; make a new strategy for another "
+                "averager, or save the averager's state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
 
     @property
     def global_step(self) -> int | None:

@@ -128,7 +128,9 @@ class DriftMonitor:
     def _hyperparameters(self) -> dict[str, str]:
         texts: dict[str, str] = {}
         for prefix, optimizer in self.optimizers.items():
-            names = arguments_of(type(optimizer).__mro__) - NO_HYPERPARAMETERS - (set() if prefix else self._progress.keys)
+            names = (
+                arguments_of(type(optimizer).__mro__) - NO_HYPERPARAMETERS - (set() if prefix else self._progress.keys)
+            )
             groups = optimizer.param_groups
             texts[f"{prefix}optimizer"] = type(optimizer).__name__[:MAX_TEXT]
             for name in [name for name in groups[0] if name in names]:
