@@ -56,8 +56,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-RESERVED_NAME = "__metadata__"
-"""A tensor of this name would make a safetensors file unreadable."""
+RESERVED_NAME = "__metadata__"  # a tensor of this name would make a safetensors file unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,9 +378,7 @@ def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[st
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-NEWEST = "newest"
-"""The link to the newest version."""
-
+NEWEST = "newest"  # the link to the newest version
 _VERSION = re.compile(r"version-(\d+)")
 _LEFTOVER = re.compile(r"\.(version-\d+|newest)\.[0-9a-f]{8}\.tmp")
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file")
-"""The options of all commands that call peers."""
+SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file")  # the options of all commands that call peers
 
 
 class KindType(click.ParamType[Any]):
@@ -44,8 +43,7 @@ class KindType(click.ParamType[Any]):
 
 
 DIALLED = KindType(ADDRESS_TO_DIAL)
-JOINED = KindType(SEED)
-"""The address of a peer, or a source of addresses, see `averaging.seeds.look_up`."""
+JOINED = KindType(SEED)  # the address of a peer, or a source of addresses, see `averaging.seeds.look_up`
 DURATION = KindType(SECONDS)
 NOT_NEGATIVE = KindType(number(least=0))
 

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from averaging.engine import EngineServer, Unfollowed, VersionLoaded
     from averaging.weights import FollowerOptions
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""Of the weights; `auto` takes that of the folder."""
-
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights; `auto` takes that of the folder
 EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 
 

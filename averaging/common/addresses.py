@@ -17,9 +17,7 @@ from urllib.parse import urlsplit
 
 from averaging.errors import ConfigError
 
-CLIENT_PREFIX = "client::"
-"""Prefix of the endpoint of a client, which is never dialled."""
-
+CLIENT_PREFIX = "client::"  # prefix of the endpoint of a client, which is never dialled
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 OPENSTACK_METADATA = ipaddress.IPv6Address("fe80::a9fe:a9fe")

@@ -76,8 +76,7 @@ SIGNAL_PERIOD = 0.5
 """Seconds between two checks of a waiting thread, since a signal right before a wait does not interrupt it."""
 
 
-EXIT_SECONDS = 10.0
-"""Maximum seconds for which interpreter exit waits until a daemon thread has ended what it computes."""
+EXIT_SECONDS = 10.0  # maximum seconds for which interpreter exit waits until a daemon thread has ended what it computes
 
 
 def compute_in_one_thread() -> None:

@@ -30,8 +30,7 @@ CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 
 E = TypeVar("E", bound=Enum)
 
-KEY = "option"
-"""Key of the `Option` in the metadata of a field."""
+KEY = "option"  # key of the `Option` in the metadata of a field
 
 
 Spelling: TypeAlias = "Callable[[str, Any], str]"
@@ -195,8 +194,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 ADDRESS = text("HOST:PORT", _port)
 ADDRESS_TO_DIAL = text("HOST:PORT", _check_dialled)
-SEED = text("HOST:PORT", parse_seed)
-"""The address of a peer, or a source of addresses, see `seed_sources`."""
+SEED = text("HOST:PORT", parse_seed)  # the address of a peer, or a source of addresses, see `seed_sources`
 ADDRESSES_TO_DIAL = Kind(
     "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_texts, _check_all_dialled, split_seeds
 )

@@ -12,8 +12,7 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 
 from averaging.errors import printable
 
-MAX_DEPTH = 64
-"""Maximum nesting of lists and maps that a peer reads."""
+MAX_DEPTH = 64  # maximum nesting of lists and maps that a peer reads
 
 _BUILT_IN: dict[type, Callable[[Any], object]] = {
     int: int.__int__,
@@ -117,11 +116,8 @@ def all_numbers_finite(*values: object) -> bool:
     return True
 
 
-MAX_SHOWN_DEPTH = 16
-"""Deeper levels are replaced by `...`."""
-
-MAX_NAMES = 4
-"""Peers listed by name; further ones are only counted."""
+MAX_SHOWN_DEPTH = 16  # deeper levels are replaced by `...`
+MAX_NAMES = 4  # peers listed by name; further ones are only counted
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -12,14 +12,9 @@ ETCD = "etcd://"
 
 SOURCES = "dns:NAME:PORT, file:PATH, slurm:PORT or etcd://HOST:PORT,…/KEY"
 
-GOSSIP = "gossip"
-"""The value of `discovery` for peers that find each other by gossip."""
-
-MAX_MEMBERS = 16
-"""Members of an etcd cluster that `discovery` may name; clusters have 3 or 5."""
-
-MAX_KEY = 512
-"""Bytes of a key in etcd."""
+GOSSIP = "gossip"  # the value of `discovery` for peers that find each other by gossip
+MAX_MEMBERS = 16  # members of an etcd cluster that `discovery` may name; clusters have 3 or 5
+MAX_KEY = 512  # bytes of a key in etcd
 
 
 class SourceKind(Enum):

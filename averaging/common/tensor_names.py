@@ -10,9 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-VERSION_KEY = "averaging.version"
-"""Key of the version of the weights in the metadata of a safetensors file."""
-
+VERSION_KEY = "averaging.version"  # key of the version of the weights in the metadata of a safetensors file
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
 

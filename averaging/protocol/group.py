@@ -82,12 +82,8 @@ def parse_aggregation(text: str) -> Aggregation:
     return Aggregation(kind, parameter)
 
 
-MAX_GATHER_BYTES = 64 * 1024
-"""Maximum size of what a peer announces to its group (its `gather`)."""
-
-MAX_GROUP_SIZE = 4096
-"""The largest group that a follower accepts."""
-
+MAX_GATHER_BYTES = 64 * 1024  # maximum size of what a peer announces to its group (its `gather`)
+MAX_GROUP_SIZE = 4096  # the largest group that a follower accepts
 GROUP_ID_BYTES, NONCE_BYTES = 20, 6
 
 _WRAPPED_ARRAY = 0x40  # msgpack extension type in which other implementations pack the gather array

@@ -69,8 +69,7 @@ COMPRESSIONS = {code.name.lower(): code for code in CompressionType if not code.
 CHANGE_COMPRESSIONS = COMPRESSIONS | {"top_k": CompressionType.TOP_K}
 """Compressions of changes, by the names that options accept."""
 
-Buffer: TypeAlias = "bytes | memoryview"
-"""Read-only bytes."""
+Buffer: TypeAlias = "bytes | memoryview"  # read-only bytes
 
 
 def parse_compression(value: CompressionType | str) -> CompressionType:
@@ -101,8 +100,7 @@ class MeanOver(StrEnum):
     """Over all members of the round; the others count as 0."""
 
 
-KEPT_BITS = (2, 4, 8)
-"""Bits of a value that TOP_K keeps."""
+KEPT_BITS = (2, 4, 8)  # bits of a value that TOP_K keeps
 
 
 @dataclass(frozen=True)

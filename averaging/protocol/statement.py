@@ -15,23 +15,16 @@ from msgspec import Meta
 
 T = TypeVar("T")
 
-KEY = "averaging/state"
-"""Key in a member's `gather` under which its fingerprint travels."""
+KEY = "averaging/state"  # key in a member's `gather` under which its fingerprint travels
 
 MAX_SAMPLES = 2.0**53
 """Upper limit of one member's samples in a step: discovery would not accept a history with infinitely many."""
 
-MAX_STATED_GRACE = 600.0
-"""Longest grace period in seconds that a member may state."""
-
-MAX_ENTRIES = 1024
-"""Limit on the digests of one fingerprint; several tensors share one if there are more."""
-
+MAX_STATED_GRACE = 600.0  # longest grace period in seconds that a member may state
+MAX_ENTRIES = 1024  # limit on the digests of one fingerprint; several tensors share one if there are more
 ENTRY_BYTES = 2
 
-MAX_NAMES, MAX_TEXT = 64, 64
-"""Limits on the number of hyperparameters, and on the length of their names and values."""
-
+MAX_NAMES, MAX_TEXT = 64, 64  # limits on the number of hyperparameters, and on the length of their names and values
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 

@@ -25,15 +25,12 @@ from averaging.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 1 << 20
-"""Largest file with certificates, a key or tokens."""
+MAX_FILE_BYTES = 1 << 20  # largest file with certificates, a key or tokens
 
 MIN_TOKEN, MAX_TOKEN, MAX_TOKENS = 16, 1024, 16
 """Shortest and longest token in characters, and the number of tokens that may be valid at the same time."""
 
-EXPIRES_SOON = 7 * 86400.0
-"""Seconds before a certificate expires from which on a peer logs a warning."""
-
+EXPIRES_SOON = 7 * 86400.0  # seconds before a certificate expires from which on a peer logs a warning
 PrivateKey: TypeAlias = EllipticCurvePrivateKey | RSAPrivateKey
 
 _UNREADABLE = (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError)

@@ -36,8 +36,7 @@ from averaging.seeds.sources import (
 
 logger = logging.getLogger("averaging.seeds")
 
-MAX_CALLED = 64
-"""Addresses of one source that are called; of more, a random choice."""
+MAX_CALLED = 64  # addresses of one source that are called; of more, a random choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,8 @@ from averaging.errors import AveragingError, ConfigError
 from averaging.security import Credentials
 from averaging.transport.grpc import EtcdCluster, RpcChannel
 
-RESOLVE_SECONDS = 3.0
-"""Time limit for the look-up of a name."""
-
-MAX_SEEDS = 1024
-"""Addresses of one source that are looked at; further ones are left out. One that answers is enough."""
-
+RESOLVE_SECONDS = 3.0  # time limit for the look-up of a name
+MAX_SEEDS = 1024  # addresses of one source that are looked at; further ones are left out. One that answers is enough
 MAX_FILE_BYTES = 1 << 20
 
 NODES = "SLURM_JOB_NODELIST"
@@ -137,8 +133,7 @@ LEASE_SECONDS, RENEW_SECONDS = 9.0, 3.0
 that was killed and starts again alone finds its old address gone before the default `join_timeout` ends."""
 
 CALL_SECONDS = 3.0
-LEAVE_SECONDS = 1.0
-"""Time limit for the removal of this peer's address when it leaves."""
+LEAVE_SECONDS = 1.0  # time limit for the removal of this peer's address when it leaves
 
 
 class EtcdSeeds:

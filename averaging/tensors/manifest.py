@@ -27,12 +27,8 @@ AVERAGED_DTYPES = _by_name("float16 bfloat16 float32 float64")
 STATE_DTYPES = AVERAGED_DTYPES | _by_name("int64 int32 int16 int8 uint8 bool")
 """The dtypes in a state for newcomers, and in the messages of workers."""
 
-WEIGHT_DTYPES = STATE_DTYPES | _by_name("float8_e4m3fn float8_e5m2")
-"""The dtypes of weights that are published."""
-
-DTYPES = WEIGHT_DTYPES | _by_name("complex64 complex128")
-"""All dtypes that can travel."""
-
+WEIGHT_DTYPES = STATE_DTYPES | _by_name("float8_e4m3fn float8_e5m2")  # the dtypes of weights that are published
+DTYPES = WEIGHT_DTYPES | _by_name("complex64 complex128")  # all dtypes that can travel
 MAX_TENSORS = 100_000  # in one state
 MAX_DIMS = 64  # the limit of numpy and torch
 MAX_ELEMENTS = 1 << 40  # far above any real tensor, and far below where the strides of a tensor overflow 64 bits

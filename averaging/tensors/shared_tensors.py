@@ -62,8 +62,7 @@ async def in_thread(action: Callable[[], T], give_up: Callable[[], bool] = lambd
         raise
 
 
-POLL_SECONDS = 0.5
-"""Interval at which a thread that waits for the lock checks whether it was cancelled."""
+POLL_SECONDS = 0.5  # interval at which a thread that waits for the lock checks whether it was cancelled
 
 
 class Write(Enum):

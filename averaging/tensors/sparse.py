@@ -28,8 +28,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 TILE = 64  # rows and columns of a full block of a matrix
 BLOCK_ELEMENTS = TILE * TILE  # elements of a full block, so that an index takes 12 bits
 
-TOP_K_DTYPE = "top_k_float32"
-"""The value of the tensor's `dtype` field on the wire."""
+TOP_K_DTYPE = "top_k_float32"  # the value of the tensor's `dtype` field on the wire
 
 
 # How a tensor is cut into blocks.

@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WINDOW = 4
-"""Messages in flight in one direction of a call before its sender waits."""
+WINDOW = 4  # messages in flight in one direction of a call before its sender waits
 
 
 class MemoryNetwork:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-EPOCH = 1_700_000_000.0
-"""The wall clock of a simulation at its start, in seconds since the epoch."""
+EPOCH = 1_700_000_000.0  # the wall clock of a simulation at its start, in seconds since the epoch
 
 
 class DeadlockError(RuntimeError):

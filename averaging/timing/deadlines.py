@@ -15,49 +15,24 @@ from typing import Self
 
 from averaging.common import counted
 
-SLOW_LINK = 10e6 / 8
-"""Rate in bytes/s that is presumed of a slow link, 10 Mbit/s."""
-
-LIFETIME = 3600.0
-"""Seconds after which an unused kind of wait is forgotten: the network may have changed."""
-
-
-MEDIAN_FACTOR = 4.0
-"""A deadline is this many median waits, so that a link may become three times slower, plus ..."""
-
-DEVIATION_FACTOR = 4.0
-"""... this many median absolute deviations, but at least ..."""
-
-LATEST_FACTOR = 2.0
-"""... this many times the latest wait, so that it follows a lasting change at once."""
-
-MAX_WAITS = 16
-"""Waits that are remembered of each kind."""
-
-MIN_WAITS = 3
-"""With fewer waits of one kind the deadline is guessed."""
-
-GUESS_FACTOR = 2.0
-"""A guess is this many times the longest deadline that was learned of other peers."""
-
-SIZE_CLASS_FACTOR = 4
-"""Ratio of round sizes between one size class and the next."""
-
-VERDICT_SECONDS = 3.0
-"""Upper bound for the answer to a join request or to a request for a schema."""
-
-MAX_KNOWN = 4096
-"""Kinds of waits that are remembered, over all peers."""
-
-MAX_IN_STATUS = 256
-"""Kinds of waits that a peer's status contains."""
+SLOW_LINK = 10e6 / 8  # rate in bytes/s that is presumed of a slow link, 10 Mbit/s
+LIFETIME = 3600.0  # seconds after which an unused kind of wait is forgotten: the network may have changed
+MEDIAN_FACTOR = 4.0  # a deadline is this many median waits, so that a link may become three times slower, plus ...
+DEVIATION_FACTOR = 4.0  # ... this many median absolute deviations, but at least ...
+LATEST_FACTOR = 2.0  # ... this many times the latest wait, so that it follows a lasting change at once
+MAX_WAITS = 16  # waits that are remembered of each kind
+MIN_WAITS = 3  # with fewer waits of one kind the deadline is guessed
+GUESS_FACTOR = 2.0  # a guess is this many times the longest deadline that was learned of other peers
+SIZE_CLASS_FACTOR = 4  # ratio of round sizes between one size class and the next
+VERDICT_SECONDS = 3.0  # upper bound for the answer to a join request or to a request for a schema
+MAX_KNOWN = 4096  # kinds of waits that are remembered, over all peers
+MAX_IN_STATUS = 256  # kinds of waits that a peer's status contains
 
 
 FAST_PART_SECONDS = 0.002
 """If 1 MiB takes less on the network, a part costs what the processor does for it, not what others wait for it."""
 
-MIN_ROUND_BYTES = 16 << 20
-"""A smaller round says nothing about the network."""
+MIN_ROUND_BYTES = 16 << 20  # a smaller round says nothing about the network
 
 
 class Phase(StrEnum):
@@ -284,11 +259,8 @@ def _short(seconds: float) -> str:
 # A clock that does not count seconds in which this process was stopped or busy against other peers. Pure.
 
 
-TICKS = 8
-"""Ticks of the clock per shortest deadline."""
-
-MAX_INTERVAL = 0.25
-"""Maximum seconds between two ticks."""
+TICKS = 8  # ticks of the clock per shortest deadline
+MAX_INTERVAL = 0.25  # maximum seconds between two ticks
 
 
 def interval_of(shortest: float) -> float:
@@ -342,8 +314,7 @@ def expire(limit: asyncio.Timeout) -> None:
         return
 
 
-MIN_TICK = 0.001
-"""Minimum seconds between two ticks. Less might not change the time, which is a floating-point number."""
+MIN_TICK = 0.001  # minimum seconds between two ticks. Less might not change the time, which is a floating-point number
 
 
 class FairTimeout:

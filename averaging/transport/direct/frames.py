@@ -27,18 +27,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import Buffer
 
-HEADER = struct.Struct("<BBHI")
-"""Kind, zero, bytes of the head, bytes of the body."""
-
+HEADER = struct.Struct("<BBHI")  # kind, zero, bytes of the head, bytes of the body
 MAX_HEAD_BYTES = 4096  # maximum size of a head. A group id, an endpoint and a shape take less.
 
 TAG_BYTES = 16
 
 VERSION = 3  # version of the opening and of this layout. Peers with different versions have no direct connection.
 
-MAGIC = b"AVGD" + bytes([VERSION])
-"""First bytes of a connection. The ticket follows."""
-
+MAGIC = b"AVGD" + bytes([VERSION])  # first bytes of a connection. The ticket follows
 TICKET_BYTES = 32
 
 HELLO_BYTES = len(MAGIC) + TICKET_BYTES

@@ -55,8 +55,7 @@ from averaging.wire import direct_pb2
 
 SERVICE = "/averaging.direct.v1.Direct"
 
-MAX_ADDRESSES = 4
-"""Addresses of one host to which a connection is tried, one after the other."""
+MAX_ADDRESSES = 4  # addresses of one host to which a connection is tried, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +208,7 @@ MAX_TICKETS = 4096  # tickets that are valid and not used
 
 BACKLOG = 128
 
-RETRY_SECONDS = 1.0
-"""Pause before connections are accepted again, if this process has no free descriptor."""
+RETRY_SECONDS = 1.0  # pause before connections are accepted again, if this process has no free descriptor
 
 
 class Listener:

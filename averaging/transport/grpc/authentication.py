@@ -28,8 +28,7 @@ logger = logging.getLogger("averaging.transport")
 
 PERIOD = 60.0  # minimum seconds between two log lines about one host
 
-MAX_HOSTS = 64
-"""Maximum number of hosts logged in one period."""
+MAX_HOSTS = 64  # maximum number of hosts logged in one period
 
 
 class Refusals:

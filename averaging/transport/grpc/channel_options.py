@@ -14,8 +14,7 @@ CONNECT_SECONDS = 5.0  # time limit for a new connection. Between continents, wi
 KEEPALIVE_SECONDS = 20.0  # interval of the pings on a connection with open calls but no traffic
 SILENCE_SECONDS = 10.0  # A connection is lost when the other machine acknowledges nothing for this time
 
-FRAME_BYTES = (1 << 24) - 1
-"""The largest frame of HTTP/2. A part of 1 MiB then travels in one frame instead of 64."""
+FRAME_BYTES = (1 << 24) - 1  # the largest frame of HTTP/2. A part of 1 MiB then travels in one frame instead of 64
 
 WINDOW_BYTES = 1 << 23
 """Bytes of one stream that may be in flight or unread at the receiver. A link of 1 Gbit/s and 50 ms holds 6 MiB.

@@ -77,9 +77,7 @@ DOWNLOAD_STATE = RpcMethod(
 
 # Discovery. Records carry signatures, so `Push` names no sender.
 
-RECORD = MessageCopier(Record, gossip_pb2.Record)
-"""One record, also as it stands in etcd."""
-
+RECORD = MessageCopier(Record, gossip_pb2.Record)  # one record, also as it stands in etcd
 _MAX_RECORDS = Rule(limits.MAX_RECORDS, "records")
 _RECORDS = MessageCopier(tuple[Record, ...], gossip_pb2.Records, records=_MAX_RECORDS)
 _DIGEST = MessageCopier(Digest, gossip_pb2.Digest, entries=Rule(limits.MAX_RECORDS, "entries"))
