@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -19,12 +18,6 @@ from tests.support.training import Run, backward, batch_of
 
 STEPS = 20
 """Ten rounds of two steps each."""
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def two_sites(stack: ExitStack, ranks: int, **options: Any) -> list[dict[str, Any]]:

@@ -28,12 +28,6 @@ from tests.support.training import model_of
 LENGTH, BATCH, BLOCK = 1501, 4, 24
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def worker(stack: ExitStack, **options: Any) -> JsonProcess:
     given = {"length": LENGTH, "batch": BATCH, "block": BLOCK, "epochs": 1, "seconds": 0.02} | options
     process = stack.enter_context(JsonProcess("python", "-m", "tests.data.data_worker", json.dumps(given)))
