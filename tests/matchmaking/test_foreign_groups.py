@@ -110,7 +110,8 @@ async def test_a_part_without_a_remaining_weight(foreign: Foreign) -> None:
         messages = await good.messages(
             reducer=us.endpoint, group=group, schema=us.schema, tensors=as_bytes([values(2)])
         )
-        assert await good.send(reducer=us.endpoint, messages=messages) == [{"code": "INTERNAL_ERROR"}]
+        # No more than it takes: gRPC may lose a reply that comes while its client still writes.
+        assert await good.send(reducer=us.endpoint, messages=messages[:1]) == [{"code": "INTERNAL_ERROR"}]
         result = await receipt
         with us.peer.tensors() as (tensor,):
             assert torch.equal(tensor, values(1))
