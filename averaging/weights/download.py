@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
@@ -21,6 +21,7 @@ from averaging.wire import weights_pb2 as wire
 logger = logging.getLogger("averaging.weights")
 
 Message = TypeVar("Message")
+T = TypeVar("T")
 
 # A source that waits for pieces itself is left after this many times `stall_timeout`. A follower that hands on is given
 # so many times as long as another one: its own source may be the slow one, and those behind that leave it first.
@@ -105,18 +106,14 @@ class Downloads:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
         """
         download = _VersionDownload(incoming, publisher, arrived)
+        learns = [] if incoming.manifest.is_described else [self._learn(download)]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                if not incoming.manifest.is_described:
-                    tasks.create_task(self._learn(download))
-                await self._receive_pieces(download)
+            await all_of(*learns, self._receive_pieces(download))
             if not incoming.complete:
                 raise StateError("it did not send all pieces")
-        except* (AveragingError, TimeoutError) as group:
-            error = _worst(group)
-        else:
-            return
-        raise StateError(f"{publisher.endpoint} did not deliver version {incoming.manifest.version}: {error}")
+        except (AveragingError, TimeoutError) as error:
+            version = incoming.manifest.version
+            raise StateError(f"{publisher.endpoint} did not deliver version {version}: {error}") from None
 
     async def tell(self, publisher: PublisherLink, has: int) -> None:
         # See `DescribeRequest`. An older publisher refuses that.
@@ -213,21 +210,18 @@ class Downloads:
             lanes.append(self._dial(endpoint, loopback=publisher.is_local))
         begun, received, grace = clock(), incoming.received, GRACE_SHARE * self._stall_timeout
         pace = None if first else SourcePace(self._publisher_rate / SHARED_BY, grace, begun)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._receive_share(lane, self._request(download, share, failed), download, pace))
-                    for lane, share in zip([*first, *lanes], shares, strict=False)
-                ]
-                if source := await running[0]:
-                    for each in running[1:]:
-                        each.cancel()
-                    return source
-        except BaseExceptionGroup as group:
-            raise _worst(group) from None
+        sources = await all_of(
+            *(
+                self._receive_share(lane, self._request(download, share, failed), download, pace)
+                for lane, share in zip([*first, *lanes], shares, strict=False)
+            ),
+            until=bool,
+        )
+        if source := next(filter(None, sources), ""):
+            return source
         if pace is None and incoming.received - received >= incoming.manifest.layout.piece_bytes:
             self._publisher_rate = (incoming.received - received) / max(clock() - begun, 1e-3)
-        return next((source for each in running if (source := each.result())), "")
+        return ""
 
     async def _receive_share(
         self, lane: RpcChannel, request: wire.FetchRequest, download: _VersionDownload, pace: SourcePace | None
@@ -264,7 +258,24 @@ def _shares(missing: list[int], lanes: int) -> list[list[int]]:
     return [[index for place, index in enumerate(missing) if place // STRIPE % lanes == lane] for lane in range(lanes)]
 
 
-def _worst(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One error of a group: what was wrong counts more than what did not arrive."""
-    errors = [_worst(each) if isinstance(each, BaseExceptionGroup) else each for each in group.exceptions]
-    return next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])
+async def all_of(*calls: Coroutine[Any, Any, T], until: Callable[[T], bool] = lambda _: False) -> list[T]:
+    """The results of calls that run at the same time; of those that have ended, once `until` is true of one.
+
+    The first error is raised by itself, and what was wrong counts more than what did not arrive. A cancellation goes
+    before any error: asyncio.TaskGroup forgets one that comes with an error, as it does when the connections close.
+    """
+    running = [asyncio.ensure_future(call) for call in calls]
+    pending, ended = {*running}, list[asyncio.Task[T]]()
+    try:
+        while pending and not any(each.exception() is not None or until(each.result()) for each in ended):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            ended = [each for each in running if each.done() and not each.cancelled()]
+    finally:
+        for each in pending:
+            each.cancel()
+        await asyncio.wait(running)
+        ended = [each for each in running if not each.cancelled()]
+        errors = [error for each in ended if (error := each.exception()) is not None]  # asyncio logs those never read
+    if errors:
+        raise next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])
+    return [each.result() for each in ended]

@@ -53,7 +53,7 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
 
 
-@pytest.mark.parametrize("end", ["its time is over", pytest.param("its terminal closes", marks=pytest.mark.long)])
+@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C", "its terminal closes"])
 def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
     child = tmp_path / "child"

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.errors import CallRefusedError
+from averaging.errors import CallRefusedError, StateError
 from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights import publisher as publishing
-from averaging.weights.download import SourcePace
+from averaging.weights.download import SourcePace, all_of
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.store import FETCH, Store
 from averaging.wire import weights_pb2 as wire
@@ -240,6 +240,20 @@ def test_a_source_has_no_credit_for_what_it_sent_before() -> None:
     assert pace.note(1 << 30, 1.0)
     assert pace.left(1.0) == 3.0
     assert pace.left(5.0) == 0.0
+
+
+async def test_a_receiver_that_ends_while_its_connection_fails_ends() -> None:
+    async def receive() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise StateError("the connection is closed") from None
+
+    receiving = asyncio.create_task(all_of(receive()))
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
 
 
 async def test_followers_go_on_with_another_publisher_of_the_same_weights() -> None:
