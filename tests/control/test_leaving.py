@@ -76,7 +76,7 @@ async def test_a_round_in_progress_ends_and_no_other_begins() -> None:
     options: dict[str, Any] = {"run_id": "run", "group_size": 2, "non_finite": "allow"}
     async with asyncio.timeout(DEADLINE), leaver.running() as peer:  # noqa: SIM117
         async with Peer([torch.zeros(5)], join=[peer.endpoint], **options) as other:
-            await reached(lambda: peer.endpoint in other.peers)
+            await reached(lambda: peer.endpoint in other.peers and other.endpoint in peer.peers)
             with peer.tensors():  # its result cannot be written now
                 rounds = [asyncio.create_task(peer.average()), asyncio.create_task(other.average())]
                 await reached(lambda: peer._entered.service.round is not None)
@@ -90,8 +90,10 @@ async def test_a_round_in_progress_ends_and_no_other_begins() -> None:
             assert (ours.outcome, theirs.outcome) == (Outcome.AVERAGED, Outcome.AVERAGED)
             assert ours.dropped == theirs.dropped == ()
             assert theirs.left == ()
-            await reached(lambda: ours.endpoint not in other.peers)
-            assert (await other.average(search_timeout=0.3)).outcome is Outcome.NO_GROUP
+            alone = await other.average(search_timeout=0.3)
+            assert alone.outcome is Outcome.NO_GROUP
+            assert alone.left == (ours.endpoint,)
+            assert (await other.average(search_timeout=0.3)).left == ()
     assert leaver.left
 
 

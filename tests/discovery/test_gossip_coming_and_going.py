@@ -81,6 +81,21 @@ async def test_a_peer_without_a_presence_record_is_not_listed_although_other_rec
 
 
 @in_virtual_time
+async def test_what_is_being_withdrawn_as_a_peer_leaves_is_gone_too() -> None:
+    async with GossipSwarm(60, latency=(0.01, 0.01)) as swarm:
+        (first,) = await swarm.grow(1)
+        for moment in range(10):  # the withdrawal waits, is being sent, or has arrived
+            name = f"peer-{moment + 1}:1"
+            await joined(swarm.start(name, ["peer-0:1"]))
+            await swarm[name].store(KEY, name, b"", in_an_hour())
+            await until(everywhere([first], KEY, {name}), within=1)
+            await swarm[name].withdraw(KEY, name)
+            await asyncio.sleep(moment * swarm.settings.tick / 2)
+            await swarm.stop(name)
+            assert not first.knows(name)
+
+
+@in_virtual_time
 async def test_a_peer_that_leaves_is_gone_at_once() -> None:
     async with GossipSwarm(11) as swarm:
         peers = await swarm.grow(16)

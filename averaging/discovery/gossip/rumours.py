@@ -46,6 +46,7 @@ class Rumours:
         self._outbox: dict[tuple[int, int], dict[_Place, Record]] = {}
         self._ready = asyncio.Event()
         self._queues: dict[str, _Queue] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._sent: dict[_Place, Record] = {}
         self._prune_at = _MIN_PRUNE
 
@@ -66,15 +67,20 @@ class Rumours:
         self._outbox.setdefault((start, end), {})[place] = record
         self._ready.set()
 
-    async def run(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    async def run(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         while True:
             await self._ready.wait()
             await asyncio.sleep(self._settings.tick)
             if batches := self._take():
-                spawn(self._send_all(batches))
+                sending = spawn(self._send_all(batches))
+                self._sending.add(sending)
+                sending.add_done_callback(self._sending.discard)
 
     async def flush(self) -> None:
+        """Sends what waits, and waits for what is being sent: a peer that leaves has withdrawn some records before."""
         await self._send_all(self._take())
+        if self._sending:
+            await asyncio.wait(self._sending)
 
     async def push(self, endpoint: str, records: list[Record]) -> None:
         await self._push(endpoint, [Rumour(record) for record in records])
