@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.errors import AveragingError
+from averaging.timing import is_set_within
 
 MAX_VALUE_BYTES = 1024  # the largest value of a record
 
@@ -155,17 +155,12 @@ class Watchers:
                     yielded = entries
                     yield entries
                 else:
-                    await self._wait(event, self._next_expiration(key))
+                    until = self._next_expiration(key)
+                    await is_set_within(None if until is None else max(_MIN_WAIT, until - self._clock()), event)
         finally:
             del waiting[event]
             if not waiting and self._waiting.get(key) is waiting:
                 del self._waiting[key]
-
-    async def _wait(self, event: asyncio.Event, until: float | None) -> None:
-        seconds = None if until is None else max(_MIN_WAIT, until - self._clock())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await event.wait()
 
 
 logger = logging.getLogger(__name__)
@@ -209,16 +204,12 @@ class PublishedRecord:
     async def keep(self) -> None:
         """Stores the record after each change and before it expires, until cancelled. Call `store` first."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._refresh):
-                    await self._changed.wait()
+            await is_set_within(self._refresh, self._changed)
             self._changed.clear()
             self._urgent.clear()
             await self.store()
             if self._pause:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._pause):
-                        await self._urgent.wait()
+                await is_set_within(self._pause, self._urgent)
 
     async def store(self) -> None:
         value = self._value()

@@ -16,7 +16,7 @@ from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchConfig, SearchState
 from averaging.protocol import JoinRequest, MessageCode, MessageFromLeader, Mode
 from averaging.tensors import Schema, first_difference
-from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, FairTimeout, Phase, learned_timeout
+from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, FairTimeout, Phase, is_set_within, learned_timeout
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -120,11 +120,7 @@ class FollowerSide:
                         request.task = tasks.create_task(self._ask_and_follow_suggestions(context, candidate, request))
                     if candidates:
                         continue
-                try:
-                    async with asyncio.timeout(None if again is None else max(0.0, again - now)):
-                        await wake_up.wait()
-                except TimeoutError:
-                    continue
+                await is_set_within(None if again is None else max(0.0, again - now), wake_up)
 
     def _candidates(
         self, search: SearchState, own: Declaration, key: str, now: float, deserters_from: float

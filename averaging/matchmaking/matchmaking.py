@@ -25,7 +25,7 @@ from averaging.protocol import (
     unpack_gather,
 )
 from averaging.tensors import Schema
-from averaging.timing import Deadline, FairTimeout
+from averaging.timing import Deadline, FairTimeout, is_set_within
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -252,9 +252,7 @@ class Matchmaking:
             return
         self._early.add(request.endpoint)
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_SECONDS):
-                    await self._accepting.wait()
+            await is_set_within(QUIET_SECONDS, self._accepting)
         finally:
             self._early.discard(request.endpoint)
 

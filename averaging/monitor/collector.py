@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Self
 
 from averaging.common import CLIENT_PREFIX, counted, is_endpoint
@@ -18,6 +18,7 @@ from averaging.monitor.history import CLIENT, PeerHistory
 from averaging.monitor.snapshot import RunSnapshot
 from averaging.receipts import PeerStatus, Receipt
 from averaging.rpc import Credentials
+from averaging.timing import is_set_within
 from averaging.transport.grpc import GrpcTransport
 
 INTERVAL = 2.0  # seconds between an answer of a peer, or its failure, and the next call to it
@@ -82,20 +83,15 @@ class Collector:
 
     async def snapshots(self) -> AsyncGenerator[RunSnapshot, None]:
         """Yields a snapshot every `interval` seconds, the first as soon as all known peers were asked once."""
-        await self._settle(self._interval)
+        await is_set_within(self._interval, self._settled)
         while True:
             yield self.snapshot()
             await asyncio.sleep(self._interval)
 
     async def collect(self) -> RunSnapshot:
         """Returns a snapshot once all known peers were asked, also those that the first answers name."""
-        await self._settle(3 * ANSWER_SECONDS)
+        await is_set_within(3 * ANSWER_SECONDS, self._settled)
         return self.snapshot()
-
-    async def _settle(self, timeout: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._settled.wait()
 
     def snapshot(self) -> RunSnapshot:
         """What is known now. The receipts in it are in no other snapshot."""

@@ -12,6 +12,7 @@ from averaging.timing.deadlines import (
     Phase,
     expire,
     interval_of,
+    is_set_within,
     learned_timeout,
     size_class,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Phase",
     "expire",
     "interval_of",
+    "is_set_within",
     "learned_timeout",
     "size_class",
 ]

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -301,6 +301,14 @@ class FairClock:
         if passed < interval:
             return passed if passed > 0 else 0.0
         return interval
+
+
+async def is_set_within(seconds: float | None, event: asyncio.Event) -> bool:
+    """Waits for an event, at most for `seconds`. Returns whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 # Ends the body of a timeout before its time.

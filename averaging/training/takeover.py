@@ -21,6 +21,7 @@ from averaging.peer import FetchedState, Peer
 from averaging.protocol import GROUP_ID_BYTES, Group
 from averaging.receipts import Receipt
 from averaging.state import ExtraState, State
+from averaging.timing import is_set_within
 from averaging.training.site import Site
 
 T = TypeVar("T")
@@ -287,13 +288,7 @@ class StateTakeover:
 
     def wait(self, fetch: BackgroundDownload, seconds: float | None) -> None:
         """Waits until a download ends, or starts to deliver if it did not yet; at most for `seconds`."""
-
-        async def wait() -> None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await (fetch.ended if fetch.delivering else fetch.started).wait()
-
-        self._thread.run(wait())
+        self._thread.run(is_set_within(seconds, fetch.ended if fetch.delivering else fetch.started))
 
     def receive(self, fetch: BackgroundDownload) -> Mapping[str, Any]:
         """Waits for a download; the strategy's part of the state, or StateError if no donor delivered a valid one."""

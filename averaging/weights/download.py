@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.weights")
 
-Message = TypeVar("Message")
 T = TypeVar("T")
 
 # A source that waits for pieces itself is left after this many times `stall_timeout`. A follower that hands on is given
@@ -72,8 +71,7 @@ class PublisherLink:
         return self.channel.endpoint
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is reached through this machine's loopback."""
+    def is_local(self) -> bool:  # whether it is reached through this machine's loopback
         return is_loopback(parse_address(self.endpoint)[0])
 
 
@@ -108,12 +106,12 @@ class Downloads:
         download = _VersionDownload(incoming, publisher, arrived)
         learns = [] if incoming.manifest.is_described else [self._learn(download)]
         try:
-            await all_of(*learns, self._receive_pieces(download))
+            await all_of([*learns, self._receive_pieces(download)])
             if not incoming.complete:
                 raise StateError("it did not send all pieces")
         except (AveragingError, TimeoutError) as error:
-            version = incoming.manifest.version
-            raise StateError(f"{publisher.endpoint} did not deliver version {version}: {error}") from None
+            what = f"version {incoming.manifest.version}"
+            raise StateError(f"{publisher.endpoint} did not deliver {what}: {error}") from None
 
     async def tell(self, publisher: PublisherLink, has: int) -> None:
         # See `DescribeRequest`. An older publisher refuses that.
@@ -150,7 +148,7 @@ class Downloads:
                     raise TimeoutError(f"it has sent no digests for {clock() - last:.0f} s")
                 download.arrived()
 
-    async def _next(self, messages: AsyncGenerator[Message, None], limit: float = math.inf) -> Message | None:
+    async def _next(self, messages: AsyncGenerator[T, None], limit: float = math.inf) -> T | None:
         try:
             async with asyncio.timeout(min(limit, self._stall_timeout)):
                 return await anext(messages, None)
@@ -210,14 +208,11 @@ class Downloads:
             lanes.append(self._dial(endpoint, loopback=publisher.is_local))
         begun, received, grace = clock(), incoming.received, GRACE_SHARE * self._stall_timeout
         pace = None if first else SourcePace(self._publisher_rate / SHARED_BY, grace, begun)
-        sources = await all_of(
-            *(
-                self._receive_share(lane, self._request(download, share, failed), download, pace)
-                for lane, share in zip([*first, *lanes], shares, strict=False)
-            ),
-            until=bool,
-        )
-        if source := next(filter(None, sources), ""):
+        calls = [
+            self._receive_share(lane, self._request(download, share, failed), download, pace)
+            for lane, share in zip([*first, *lanes], shares, strict=False)
+        ]
+        if source := next(filter(None, await all_of(calls, until=bool)), ""):
             return source
         if pace is None and incoming.received - received >= incoming.manifest.layout.piece_bytes:
             self._publisher_rate = (incoming.received - received) / max(clock() - begun, 1e-3)
@@ -258,24 +253,24 @@ def _shares(missing: list[int], lanes: int) -> list[list[int]]:
     return [[index for place, index in enumerate(missing) if place // STRIPE % lanes == lane] for lane in range(lanes)]
 
 
-async def all_of(*calls: Coroutine[Any, Any, T], until: Callable[[T], bool] = lambda _: False) -> list[T]:
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]], until: Callable[[T], bool] = lambda _: False) -> list[T]:
     """The results of calls that run at the same time; of those that have ended, once `until` is true of one.
 
     The first error is raised by itself, and what was wrong counts more than what did not arrive. A cancellation goes
     before any error: asyncio.TaskGroup forgets one that comes with an error, as it does when the connections close.
     """
     running = [asyncio.ensure_future(call) for call in calls]
-    pending, ended = {*running}, list[asyncio.Task[T]]()
     try:
-        while pending and not any(each.exception() is not None or until(each.result()) for each in ended):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            ended = [each for each in running if each.done() and not each.cancelled()]
+        with suppress(Exception):  # which is raised below
+            for each in asyncio.as_completed(running):
+                if until(await each):
+                    break
     finally:
-        for each in pending:
-            each.cancel()
+        for task in running:
+            task.cancel()
         await asyncio.wait(running)
-        ended = [each for each in running if not each.cancelled()]
-        errors = [error for each in ended if (error := each.exception()) is not None]  # asyncio logs those never read
+        ended = [task for task in running if not task.cancelled()]
+        errors = [error for task in ended if (error := task.exception()) is not None]  # asyncio logs those never read
     if errors:
         raise next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])
-    return [each.result() for each in ended]
+    return [task.result() for task in ended]

@@ -305,7 +305,9 @@ class WeightPublisher:
             able={
                 name
                 for name, each in self._followers.items()
-                if each.endpoint and each.endpoint not in self._left and (request.local or each.is_reachable)
+                if each.endpoint
+                and each.endpoint not in self._left
+                and (request.local or not is_loopback(parse_address(each.endpoint)[0]))
             },
             failed={name for name, each in self._followers.items() if each.endpoint in failed},
         )
@@ -329,11 +331,6 @@ class _Follower:
     local: bool  # whether it reaches this publisher through loopback
     asked: int | None = None  # the newest version that it has asked for
     engine_has: int | None = None  # as in `DescribeRequest.has`, if it has said so
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether followers on other machines could reach it."""
-        return not is_loopback(parse_address(self.endpoint)[0])
 
 
 PUBLISHER = b""  # stands for the publisher among the names of followers

@@ -268,12 +268,10 @@ class ModelReceiver:
                 for endpoint in running.keys() - endpoints:
                     running.pop(endpoint).cancel()
                     del self._others[endpoint]
+                base = self._complete if isinstance(self._complete, WeightSnapshot) else None
                 for endpoint in endpoints - running.keys():
-                    base = self._complete if isinstance(self._complete, WeightSnapshot) else None
-                    part = self._others[endpoint] = _PartReceiver(
-                        self, self._options, base, endpoint, self._first.is_local
-                    )
-                    running[endpoint] = tasks.create_task(part.run())
+                    part = _PartReceiver(self, self._options, base, endpoint, self._first.is_local)
+                    self._others[endpoint], running[endpoint] = part, tasks.create_task(part.run())
                 await self.changes.wait(lambda: named() != running.keys())
 
 
@@ -307,10 +305,8 @@ class _PartReceiver:
         self._warned_old = False
 
     async def run(self) -> None:
-        options = self._options
-        self._downloads = Downloads(
-            options.run_id, options.dial, options.stall_timeout, self._model.endpoint, self.store.changes
-        )
+        options, changes = self._options, self.store.changes
+        self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self._model.endpoint, changes)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow())

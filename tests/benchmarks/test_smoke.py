@@ -24,7 +24,7 @@ SMALLEST = {
     "scale": "--real 2 --simulate 8 --one-key --rounds 1 --turns 1 --seconds 0.1",
     "recovery": "--kills 1 --group-wait 0.5",
 }
-"""`gpu` and `wan` need a GPU and root."""
+"""`unequal` has tests/strategies/test_unequal_processes.py; `gpu` and `wan` need a GPU and root."""
 
 SLOW = ("feed", "following", "recovery", "scale")
 
@@ -37,6 +37,7 @@ WRONG = {
     "gpu": ("--mib 100", "--mib must be a multiple of 64"),
     "scale": ("--simulate 12", "there must be a power of 2 of peers"),
     "recovery": ("--group-wait inf", "--group-wait above 0"),
+    "unequal": ("--slower 0", "--slower at least 1"),
     "wan": ("--rounds 0", "1 round"),
 }
 

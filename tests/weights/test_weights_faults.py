@@ -249,7 +249,7 @@ async def test_a_receiver_that_ends_while_its_connection_fails_ends() -> None:
         except asyncio.CancelledError:
             raise StateError("the connection is closed") from None
 
-    receiving = asyncio.create_task(all_of(receive()))
+    receiving = asyncio.create_task(all_of([receive()]))
     await asyncio.sleep(0)
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):

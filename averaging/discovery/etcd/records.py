@@ -13,6 +13,7 @@ from averaging.discovery.etcd.layout import EtcdAccess, RecordLayout, RefusedVal
 from averaging.discovery.gossip import RecordStore
 from averaging.errors import AveragingError
 from averaging.protocol import Record
+from averaging.timing import is_set_within
 from averaging.transport import CompactedError, LeaseEndedError, StoredValue
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,7 @@ class FollowedKey:
         self.loaded = asyncio.Event()
 
     async def until_loaded(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._access.settings.wait):
-                await self.loaded.wait()
+        await is_set_within(self._access.settings.wait, self.loaded)
 
     async def run(self) -> None:
         backoff = self._access.backoff()
@@ -89,9 +88,7 @@ class FollowedKey:
             except AveragingError as error:
                 self._access.note_failure(error)
             await asyncio.sleep(min(MIN_POLL, seconds))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds * self._access.rng.uniform(0.5, 1.5)):
-                    await self.soon.wait()
+            await is_set_within(seconds * self._access.rng.uniform(0.5, 1.5), self.soon)
 
     def forget(self) -> None:
         for record in self._held.values():

@@ -14,7 +14,7 @@ from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, why_f
 from averaging.discovery.gossip.membership import Membership
 from averaging.errors import JoinError, RefusalCause, TransportError, refusal_cause
 from averaging.seeds import Seeds
-from averaging.timing import Deadline, FairTimeout
+from averaging.timing import Deadline, FairTimeout, is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Bootstrap:
         began, pauses = time(), Backoff(FIRST_REPORT, LAST_REPORT)
         try:
             async with self._limit():
-                while not await _is_set_within(pauses.next_delay(), self._done):
+                while not await is_set_within(pauses.next_delay(), self._done):
                     waiting = Waiting(time() - began, timeout, self._open_reasons)
                     logger.info("%s", waiting)
                     if on_waiting is not None:
@@ -128,7 +128,7 @@ class Bootstrap:
                     self._add(seed)
                     spawn(self._call_in_time(seed))
             self._note_own()
-            await _is_set_within(backoff.next_delay(), self._done)
+            await is_set_within(backoff.next_delay(), self._done)
 
     def _note_own(self) -> None:
         # If this peer alone is named, `join` ends as if it had been given no seeds.
@@ -162,7 +162,7 @@ class Bootstrap:
             else:
                 self._finish_if_settled(answered=True)
                 return
-            if await _is_set_within(backoff.next_delay(), self._has_called[seed]):
+            if await is_set_within(backoff.next_delay(), self._has_called[seed]):
                 self._has_called[seed].clear()
 
     def _finish_if_settled(self, *, answered: bool) -> None:
@@ -177,11 +177,3 @@ class Bootstrap:
     def _limit(self) -> FairTimeout:
         timeout = self._access.settings.join_timeout
         return FairTimeout(Deadline(timeout, "join_timeout"), timeout)
-
-
-async def _is_set_within(seconds: float, event: asyncio.Event) -> bool:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-            return True
-    return False

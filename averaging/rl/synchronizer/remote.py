@@ -31,6 +31,7 @@ from averaging.rl.synchronizer.state_stream import (
     parts_of,
 )
 from averaging.rpc import Credentials, RpcChannel
+from averaging.timing import is_set_within
 from averaging.wire import synchronizer_pb2 as wire
 
 logger = logging.getLogger("averaging.rl.synchronizer")
@@ -274,9 +275,7 @@ class RemoteSynchronizer:
         """Returns the session, after at most `timeout` seconds for a new connection."""
         if self._attending is None:
             raise ClosedError(f"{self!r} is not connected; use it inside `async with`")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout):
-                await self._attached.wait()
+        await is_set_within(self._timeout, self._attached)
         if self._session is not None:
             return self._session
         endpoint = self._channel.endpoint
