@@ -37,6 +37,7 @@ from averaging.common.event_loop_thread import (
     SignalSafeFuture,
     call_in,
     compute_in_one_thread,
+    first_error,
     on_loop,
 )
 from averaging.common.limits import Backoff, HostQuota, backoff_delay
@@ -143,6 +144,7 @@ __all__ = [
     "digest_of_names",
     "duration",
     "every_address",
+    "first_error",
     "first_moved_name",
     "first_other_name",
     "format_address",

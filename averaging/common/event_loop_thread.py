@@ -261,7 +261,7 @@ class EventLoopThread:
             return ClosedError(f"{self._name} runs in process {self._pid}; a fork of that process cannot use it")
         if self._failure is None:
             return ClosedError(f"{self._name} has been closed")
-        error = ClosedError(f"{self._name} has ended after {_first_error(self._failure)!r}; start a new one")
+        error = ClosedError(f"{self._name} has ended after {first_error(self._failure)!r}; start a new one")
         error.__cause__ = self._failure
         return error
 
@@ -413,8 +413,8 @@ class _PendingCall:
         self.abandoned = False
 
 
-def _first_error(error: BaseException) -> BaseException:
-    return _first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+def first_error(error: BaseException) -> BaseException:  # of the groups that TaskGroup makes
+    return first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 # Objects with threads and connections, which exist in one process only.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from averaging.common import counted
+from averaging.common import counted, first_error
 from averaging.errors import ConfigError, FeedError, RolloutError
 from averaging.metrics import Samples, counter, gauge
 from averaging.rl.feed import CommandEvent, Connection, FeedEnvironment, Posted, RegisterEnv, retry_pauses
@@ -417,7 +417,7 @@ class Rollouts:
                         raise
                     making.cancel()
             except BaseExceptionGroup as errors:
-                raise _first_of(errors) from None
+                raise first_error(errors) from None
 
     def summary(self) -> CommandEvent:
         """Returns what was made since the start, as the event `done`."""
@@ -461,10 +461,3 @@ class Rollouts:
         self._emit(CommandEvent("ready", text, fields))
         maker = GroupMaker(options, self._environment, gateway, self._poster, self.tally, self._emit)
         return maker, context
-
-
-def _first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

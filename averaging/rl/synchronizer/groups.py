@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from averaging.common import format_address, is_own, loopback_here, parse_address
+from averaging.common import first_error, format_address, is_own, loopback_here, parse_address
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.rl.synchronizer.coordination import Coordination, SyncGroup
 from averaging.rl.synchronizer.state_stream import Meta, StateDict, meta_of
@@ -239,9 +239,7 @@ async def _all_or_none(
             raise StateError(
                 f"not all members joined the weight sync group within {timeout:g} s; set it up again"
             ) from None
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+        raise first_error(error) from None
 
 
 async def _tear_down(trainers: dict[str, SendsWeights], explorers: dict[str, ReceivesWeights]) -> None:
