@@ -186,9 +186,8 @@ class Finish:
     def __str__(self) -> str:
         if self.left:
             return "left the run before its end, so the weights of the other peers are unknown"
-        # `dropped` has no unit here: the strategy counts local steps or samples.
-        dropped = f"; no average has the last {self.dropped:g} that this peer gathered" if self.dropped else ""
-        return self._comparison + dropped
+        lost = f"the last {self.dropped:g} local steps or samples of this peer are in no average"
+        return f"{self._comparison}; {lost}" if self.dropped else self._comparison
 
     @property
     def _comparison(self) -> str:

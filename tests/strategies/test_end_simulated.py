@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
 
 import pytest
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
+from averaging.errors import PeerUnreachableError
+from averaging.testing.transport import MemoryTransport
 from tests.support.selection import rest_is_long
 from tests.support.training_run import STEP_SECONDS, Noise, Run, Site, agree
 
@@ -109,6 +114,27 @@ def test_a_joint_batch_that_is_complete_at_the_end_is_not_dropped_and_the_rest_i
     assert len(finishes) == 3
     assert all(finish.alike for finish in finishes)
     for finish in finishes:
-        assert (f"no average has the last {finish.dropped:g} " in str(finish)) is (finish.dropped > 0)
+        assert (f"the last {finish.dropped:g} local steps or samples" in str(finish)) is (finish.dropped > 0)
     assert any(finish.dropped for finish in finishes) or target == 16
     assert sum(finish.dropped for finish in finishes) < target
+
+
+def test_local_steps_whose_last_round_fails_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    join_group, fails_from = MemoryTransport.join_group, 23 * STEP_SECONDS
+
+    async def fail(self: MemoryTransport, endpoint: str, request: Any) -> AsyncGenerator[Any, None]:
+        if asyncio.get_running_loop().time() >= fails_from:
+            raise PeerUnreachableError(endpoint, "no way to it")
+        async with aclosing(join_group(self, endpoint, request)) as messages:
+            async for message in messages:
+                yield message
+
+    monkeypatch.setattr(MemoryTransport, "join_group", fail)
+    sites = [
+        Site(name, join, 0.05, strategy=lambda: DiLoCo(20), steps=25)
+        for name, join in (("peer-0:1", []), ("peer-1:1", ["peer-0:1"]))
+    ]
+    for site in Run(1, "diloco", sites, until=300.0).simulate():
+        assert site.global_step == 1
+        assert site.finish is not None
+        assert site.finish.dropped == 5

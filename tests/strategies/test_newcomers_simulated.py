@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,88 +12,31 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Peer, Receipt, Strategy
+from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
+from tests.support.counted_steps import PARTS, Averages, Counts, first_of_changes
 from tests.support.selection import one_in
 from tests.support.training_run import Run, Site, agree
 
-PEERS, PARTS = 3, 3
+PEERS = 3
 PLAIN = partial(torch.optim.SGD, lr=1.0)
-
-
-class Counts:
-    """Tensors of which each peer changes one element only, by 1 in each of its steps: so they count its steps."""
-
-    batch_size = 4
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self.parameters = [torch.nn.Parameter(torch.zeros(PEERS, dtype=torch.float64)) for _ in range(PARTS)]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
-
-    def backward(self) -> None:
-        """See `Learner.backward`."""
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros(PEERS, dtype=torch.float64)
-            parameter.grad[self._number] = -1.0
 
 
 Tensors = list[list[float]]
 
 
-class Averages:
-    """What the rounds of a run have averaged, computed from what their members sent.
-
-    Attributes:
-        sent: of each peer in each of its rounds.
-        receipts: of each peer, one for each of its rounds.
-    """
-
-    def __init__(self) -> None:
-        self.sent: dict[str, list[list[torch.Tensor]]] = defaultdict(list)
-        self.receipts: dict[str, list[Receipt]] = defaultdict(list)
-
-    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Notes the rounds of all peers from now on."""
-        average, averages = Peer.average, self
-
-        async def noted(self: Peer, topic: Any = None, **options: Any) -> Receipt:
-            assert topic is not None
-            averages.sent[self.endpoint].append([tensor.detach().clone() for tensor in topic.tensors.tensors])
-            receipt = await average(self, topic, **options)
-            averages.receipts[self.endpoint].append(receipt)
-            return receipt
-
-        monkeypatch.setattr(Peer, "average", noted)
-
-    def of_rounds(self) -> list[tuple[Receipt, list[torch.Tensor]]]:
-        """A receipt of each round that has averaged, in their order, and its averages."""
-        sent: dict[bytes, dict[str, list[torch.Tensor]]] = defaultdict(dict)
-        receipts: dict[bytes, Receipt] = {}
-        for name, own in self.receipts.items():
-            for receipt, tensors in zip(own, self.sent[name], strict=False):
-                if receipt.averaged:
-                    sent[receipt.group_id][name], receipts[receipt.group_id] = tensors, receipt
-        ordered = sorted(receipts.values(), key=lambda receipt: receipt.started)
-        return [(receipt, _mean(sent[receipt.group_id].values())) for receipt in ordered]
-
-    def states(self) -> list[Tensors]:
-        """The state of the run after each round: the averages, or what `DiLoCo` makes of those of changes."""
-        state = [torch.zeros(PEERS, dtype=torch.float64) for _ in range(PARTS)]
-        states = [_listed(state)]
-        for receipt, averages in self.of_rounds():
-            if not receipt.topic.startswith("pseudogradient-"):
-                state = averages
-            else:
-                number, pieces = map(int, receipt.topic.removeprefix("pseudogradient-").split("/")[0].split("of"))
-                width = PARTS // pieces
-                for place, change in enumerate(averages, number * width):
-                    state[place] = state[place] - change
-            states.append(_listed(state))
-        return states
-
-
-def _mean(sent: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [torch.stack(tensors).mean(dim=0) for tensors in zip(*sent, strict=True)]
+def states_of(averages: Averages) -> list[Tensors]:
+    """The state of the run after each round: the averages, or what `DiLoCo` makes of those of changes."""
+    state = [torch.zeros(PEERS, dtype=torch.float64) for _ in range(PARTS)]
+    states = [_listed(state)]
+    for receipt, tensors in averages.of_rounds():
+        first = first_of_changes(receipt)
+        if first is None:
+            state = tensors
+        else:
+            for place, change in enumerate(tensors, first):
+                state[place] = state[place] - change
+        states.append(_listed(state))
+    return states
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> Tensors:
@@ -116,14 +59,13 @@ def trained(
     monkeypatch: pytest.MonkeyPatch, strategy: Callable[[], Strategy], seed: int
 ) -> tuple[Averages, Tensors, Mapping[str, int], list[Site]]:
     """Two peers train, and a third comes somewhen; returns the averages, what it took over, steps and survivors."""
-    averages, stepped = Averages(), Counter[str]()
+    averages, stepped = Averages(monkeypatch), Counter[str]()
     taken: Tensors = []
-    averages.watch(monkeypatch)
     learners: dict[str, Counts] = {}
     comes = random.Random(seed).uniform(5.0, 9.0)
 
     def learner(number: int, rng: random.Random) -> Counts:
-        learners[f"peer-{number}:1"] = made = Counts(number)
+        learners[f"peer-{number}:1"] = made = Counts(number, PEERS)
         return made
 
     def before_step(number: int, averager: DecentralizedAverager, step: int) -> None:
@@ -157,11 +99,16 @@ def test_a_newcomer_takes_over_what_is_in_the_average_only(
     averages, taken, stepped, survivors = trained(monkeypatch, strategy, 1)
     assert len(survivors) == PEERS
     assert agree(survivors)
-    states = averages.states()
+    states = states_of(averages)
     assert taken in states
     assert states.index(taken) > 0
     if kind is DiLoCo:
         assert [round(value, 9) for value in survivors[0].parameters] == list(itertools.chain(*states[-1]))
+    if not options.get("alpha") and ("quorum" in options or not options.get("delay")):
+        # The steps of a delay are mixed with the average, or replaced by it.
+        assert all(
+            averages.steps(f"peer-{place}:1", place) == [stepped[f"peer-{place}:1"]] * PARTS for place in range(PEERS)
+        )
     if kind is DiLoCo and "quorum" in options:
         gathered: Counter[str] = Counter()
         for receipt, _ in averages.of_rounds():

@@ -18,6 +18,7 @@ from schedulefree import AdamWScheduleFree
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from averaging import ConfigError, DecentralizedAverager, StateError, WeightPublisher
+from averaging.errors import RoundError
 from averaging.integrations.lora_layers import check_base
 from averaging.integrations.peft import LoRAAveraging
 from examples import adapters
@@ -246,6 +247,21 @@ def test_a_peer_whose_rounds_fail_says_so(peers: Peers, caplog: pytest.LogCaptur
     peers.train(0, 10)
     assert "makes no step of the run" in caplog.text
     assert "its last round failed: " in caplog.text
+
+
+def test_local_steps_whose_last_round_fails_are_counted(peers: Peers) -> None:
+    def fail(slot: int) -> None:
+        raise RoundError("no slot")
+
+    for _ in range(2):
+        peers.tune()
+    peers.meet()
+    peers.round()
+    peers.each(lambda number: peers.train(number, 2, 1))
+    for strategy in peers.strategies:
+        strategy._round.take_slot = fail  # type: ignore[method-assign]
+    finishes = peers.each(lambda number: peers.averagers[number].finish(5.0))
+    assert [finish.dropped for finish in finishes] == [2, 2]
 
 
 def test_a_peer_that_missed_a_round_takes_over_the_others_and_keeps_its_steps(peers: Peers) -> None:
