@@ -299,7 +299,7 @@ class DecentralizedAverager(OptimizerWrapper):
         self._training.guard.check()
         self._training.weights.count(batch_size)
         try:
-            with self._training.pace.measuring():
+            with self._training.pace.measured():
                 loss = self.strategy.step(self._training, closure, batch_size)
             self._training.pace.note_step(batch_size)
         except ClosedError:
@@ -478,7 +478,7 @@ class DecentralizedAverager(OptimizerWrapper):
         options: RoundOptions = {"gather": gather, "start_size": size, "search_timeout": seconds}
         if weight is not None:
             options["weight"] = weight
-        with self._training.pace.measuring(), self._training.modes.weights(training=True):
+        with self._training.pace.measured(), self._training.modes.weights(training=True):
             self.strategy.finish(self._training)
             receipt = self._training.average(**options)
         self._tell_services()

@@ -214,7 +214,7 @@ class Strategy(ABC):
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
-        rate, parts, terms = training.pace.own_work.per_second, training.parts.digests, self.terms(training)
+        rate, parts, terms = training.pace.per_second, training.parts.digests, self.terms(training)
         ends = self.stage, self.digest, rate, parts, self._moment, terms, self._late
         return Progress(history, self.samples, computing, training.donates, *ends)
 

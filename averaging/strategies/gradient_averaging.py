@@ -138,7 +138,7 @@ class GradientAveraging(LockstepStrategy):
 
     def _cycle(self, training: StrategyContext) -> tuple[int, float]:
         progress = read_progress(training.announcements.at_leader(wait=False)).values()
-        samples = sum(rate for rate in (training.pace.own_work.per_second, *(peer.rate for peer in progress)) if rate)
+        samples = sum(rate for rate in (training.pace.per_second, *(peer.rate for peer in progress)) if rate)
         return 1, self.target_batch_size / samples if samples else math.inf
 
     def _is_complete(self, others: Others) -> bool:

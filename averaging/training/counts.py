@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +11,7 @@ from averaging.common import check_weight, is_count
 from averaging.errors import ConfigError
 from averaging.peer import RoundOptions, Topic
 from averaging.protocol import Statement
-from averaging.receipts import StepRate, TrainingPace
+from averaging.receipts import TrainingPace, check_rate
 from averaging.training.site import Site
 
 SAMPLES = "samples"
@@ -17,6 +19,8 @@ SAMPLES = "samples"
 
 LEAST_SAMPLES = 1e-6
 """Weight of a peer that has made no sample: it does not pull the average, and the weights of a group never sum to 0."""
+
+REMEMBERED = 16  # steps of which the median is used, so that an evaluation between two steps does not change the rate
 
 
 class RoundWeight:
@@ -68,15 +72,23 @@ class RoundWeight:
 
 
 class Pace:
-    """Counts the steps of a peer: `own_work` without its waits for others, `steps` with them."""
+    """Counts the steps of a peer, and how fast it makes them without its waits for others.
+
+    A step lasts from the end of one call that is `measured` to that of the next. Time inside of such a call counts only
+    as far as it is `working`.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock  # monotonic, in seconds
-        self.own_work, self.steps = StepRate(), TrainingPace(clock())
+        self.steps = TrainingPace(clock())
         self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
+        self._returned: float | None = None  # end of the last measured call, when work on the next step began
+        self._seconds: float | None = None  # of work on this step; None if its beginning is unknown
+        self._units = 0
+        self._seconds_per_unit: deque[float] = deque(maxlen=REMEMBERED)
 
     def count(self, samples: int | None = None) -> None:
-        self.own_work.count(1 if samples is None else samples)
+        self._units += 1 if samples is None else samples
         self._samples = samples
 
     def note_step(self, batch_size: int | None) -> None:
@@ -85,19 +97,32 @@ class Pace:
         self.steps.count(samples if is_count(samples) else 0, self._clock())
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
+    def measured(self) -> Iterator[None]:
         """Wraps a call that may wait for other peers; the time between two such calls is this peer's own work."""
-        self.own_work.begin(self._clock())
+        self._seconds = None if self._returned is None else self._clock() - self._returned
+        self._units = 0
         try:
             yield
         finally:
-            self.own_work.end(self._clock())
+            if self._seconds is not None and self._units > 0:
+                self._seconds_per_unit.append(max(0.0, self._seconds) / self._units)
+            self._seconds, self._returned = None, self._clock()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps what counts as this peer's own work inside of `measuring`."""
+        """Wraps what counts as this peer's own work inside of a measured call."""
         began = self._clock()
         try:
             yield
         finally:
-            self.own_work.worked(self._clock() - began)
+            if self._seconds is not None:
+                self._seconds += self._clock() - began
+
+    @property
+    def per_second(self) -> float | None:
+        """Steps, or samples, per second of own work; None while unknown."""
+        if not self._seconds_per_unit:
+            return None
+        seconds = statistics.median(self._seconds_per_unit)
+        # Rounded to three digits, because an unchanged record need not be published again.
+        return check_rate(float(f"{1 / seconds:.3g}")) if seconds else None

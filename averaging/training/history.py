@@ -156,7 +156,7 @@ class Progress:
     donates: bool = True  # whether its state can be downloaded
     stage: Stage = Stage.TRAINING  # stage of its training
     digest: str = ""  # digest of its weights, once the training has ended
-    rate: float | None = None  # local steps or samples per second, see `StepRate`; None if unknown
+    rate: float | None = None  # local steps or samples per second, see `Pace`; None if unknown
     # digests of the parts of its model, see `ModelParts`; while it trains only of what does not change
     parts: Mapping[str, str] = field(default_factory=dict)
     # moment of the run's clock at which it expects to average next, in seconds since the epoch; 0 if it has made no

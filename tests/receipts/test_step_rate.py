@@ -12,40 +12,49 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.receipts.progress import TrainingPace
-from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, check_rate, rate_in
+from averaging.training.counts import REMEMBERED, Pace
 from averaging.training.history import History, Progress
 
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, 0.0, -1.0, 2 * MAX_RATE, MIN_RATE / 2, 2**64 - 1, -(2**63)]
 HOSTILE = [*NUMBERS, None, True, "50", b"50", [50.0], {}]
 
 
-def step(rate: StepRate, now: float, script: float, inside: float = 0.0, waits: float = 0.0, units: float = 1) -> float:
-    """A step of training that begins at `now`; returns when it is over."""
-    now += script
-    rate.begin(now)
-    rate.worked(inside)
-    rate.count(units)
-    now += inside + waits
-    rate.end(now)
-    return now
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(pace: Pace, clock: Clock, script: float, waits: float = 0.0, units: int = 1) -> None:
+    """A step of training, which begins now."""
+    clock.now += script / 2
+    with pace.measured():
+        with pace.working():
+            clock.now += script / 2
+        pace.count(units)
+        clock.now += waits
 
 
 def test_a_pause_between_two_steps_changes_nothing_and_a_new_speed_does() -> None:
-    rate, now = StepRate(), 100.0
+    clock = Clock()
+    pace = Pace(clock)
     for script in (0.1, 0.1, 90.0, 0.1):
-        now = step(rate, now, script)
-    assert rate.per_second == 10.0
+        step(pace, clock, script, waits=7.0)
+    assert pace.per_second == 10.0
     for _ in range(REMEMBERED):
-        now = step(rate, now, script=1.0)
-    assert rate.per_second == 1.0
+        step(pace, clock, script=1.0)
+    assert pace.per_second == 1.0
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e9)), max_size=5))
-def test_what_is_announced_is_believed(steps: list[tuple[float, float]]) -> None:
-    rate, now = StepRate(), 0.0
+@given(st.lists(st.tuples(st.floats(0, 1e12), st.integers(0, 10**9)), max_size=5))
+def test_what_is_announced_is_believed(steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    pace = Pace(clock)
     for script, units in steps:
-        now = step(rate, now, script, units=units)
-    assert rate.per_second is None or check_rate(rate.per_second) == rate.per_second
+        step(pace, clock, script, units=units)
+    assert pace.per_second is None or check_rate(pace.per_second) == pace.per_second
 
 
 @pytest.mark.parametrize("value", HOSTILE)
