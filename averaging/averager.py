@@ -297,6 +297,8 @@ class DecentralizedAverager(OptimizerWrapper):
         if self._training.only_makes_state():
             return self._inner.step(closure)
         self._training.guard.check()
+        if closure is None:
+            self._training.guard.warn_without_gradients()
         self._training.weights.count(batch_size)
         try:
             with self._training.pace.measured():

@@ -5,7 +5,7 @@
 
 The base is a small Llama of transformers with random weights, the same at all peers (--base-seed), so nothing is
 downloaded. Each peer learns other sentences. With --output DIR a peer writes the adapter with its correction at the
-end, which plain peft loads, and the merged model. It needs `pip install 'averaging[peft]'`.
+end, which plain peft loads, and the merged model. It needs `pip install '.[peft]'`.
 """
 
 from __future__ import annotations

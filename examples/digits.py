@@ -148,7 +148,7 @@ class Digits:
         try:
             from sklearn.datasets import load_digits
         except ImportError:
-            sys.exit("The digits come with scikit-learn: python -m pip install 'averaging[examples]'")
+            sys.exit("The digits come with scikit-learn; run in the checkout: python -m pip install '.[examples]'")
         images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         images = images.reshape(-1, 1, 8, 8).float() / 16
         held_out = torch.arange(len(labels)) % 5 == 0

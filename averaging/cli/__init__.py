@@ -75,7 +75,7 @@ class Commands(click.Group):
                 raise click.UsageError(str(error), ctx) from None
             try:
                 return super().invoke(ctx)
-            except AveragingError as error:
+            except (AveragingError, ModuleNotFoundError) as error:
                 raise failure_of(error) from None
 
 

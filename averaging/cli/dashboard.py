@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.options import JOINED, flag, hosts_option, insecure_option, option, output_options, security_options
-from averaging.cli.running import CommandOutput, not_installed, reporting, serve
+from averaging.cli.running import CommandOutput, check_address, reporting, serve
 from averaging.cli.top import collector_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, ver
     \b
     Events of --json, each with "event":
       ready   url, readers
+      silent  reason (no peer has answered yet)
       done
     """
     with reporting(verbose, as_json=as_json) as report:
@@ -62,10 +64,7 @@ def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, ver
 
 
 def _run(given: tuple[str, ...], listen: str, more: dict[str, Any], report: CommandOutput) -> None:
-    try:
-        from averaging.dashboard import RECEIPTS, DashboardServer, views_of
-    except ModuleNotFoundError as error:
-        raise not_installed(error, "dashboard") from None
+    from averaging.dashboard import RECEIPTS, DashboardServer, views_of
 
     async def start(stack: AsyncExitStack) -> DashboardServer:
         page = {name: more[name] for name in PAGE_OPTIONS}
@@ -75,6 +74,12 @@ def _run(given: tuple[str, ...], listen: str, more: dict[str, Any], report: Comm
         await stack.enter_async_context(server)
         text = f"serving the page at {server.url} ({server.readers}); Ctrl+C ends this"
         report.emit({"event": "ready", "url": server.url, "readers": server.readers}, text)
+
+        async def tell() -> None:
+            if silence := (await collector.collect()).silence:
+                report.note({"event": "silent", "reason": silence}, f"{silence}; it is asked again; {check_address()}")
+
+        stack.callback(asyncio.create_task(tell()).cancel)
         return server
 
     serve(report, start)

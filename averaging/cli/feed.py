@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli import options
-from averaging.cli.running import CommandOutput, not_installed, reporting, serve
+from averaging.cli.running import CommandOutput, reporting, serve
 from averaging.errors import printable
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
 
 
 def _run(store: str, given: dict[str, Any], report: CommandOutput) -> None:
-    try:
-        from averaging.rl.feed import FeedServer
-    except ModuleNotFoundError as error:
-        raise not_installed(error, "rl") from None
+    from averaging.rl.feed import FeedServer
 
     async def start(stack: AsyncExitStack) -> FeedServer:
         # Clients choose some of the texts in events.

@@ -253,6 +253,12 @@ class BaseFolder:
                 f"the tensors have no names of a model, such as {nameless!r}: the averager was made without its model. "
                 "Give it model=model, or publish the model's state_dict()",
             )
+        if adapter := next((name for name in named if ".lora_" in name), None):
+            raise CommandError(
+                f"{adapter!r} belongs to an adapter, not to the model. Write it in the script, with "
+                "strategy.save_adapter(folder) or strategy.merge(), or publish WeightPublisher(strategy.merged_view()) "
+                "and use `averaging follow`"
+            )
         if RESERVED_NAME in named:
             raise CommandError(f"the format allows no tensor called {RESERVED_NAME!r}")
         if not self._places:

@@ -18,7 +18,6 @@ from averaging.cli.running import (
     CommandOutput,
     Stop,
     Stopped,
-    not_installed,
     reporting,
     run,
     with_metrics,
@@ -112,12 +111,9 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
 
 def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None:
     _prepare_process()
-    try:
-        from averaging.rl.feed import split_url
-        from averaging.rl.rollouts import ROLLOUT_METRICS, RolloutOptions, Rollouts, TruncatedMode
-    except ModuleNotFoundError as error:
-        raise not_installed(error, "rollouts") from None
     from averaging.metrics import MetricsListener
+    from averaging.rl.feed import split_url
+    from averaging.rl.rollouts import ROLLOUT_METRICS, RolloutOptions, Rollouts, TruncatedMode
     from averaging.security import read_tokens
 
     metrics_listen, token_file = given.pop("metrics_listen"), given.pop("engine_token_file")

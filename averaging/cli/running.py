@@ -58,8 +58,7 @@ class Stopped(CommandError):  # noqa: N818 - no failure
         self.number = number
 
 
-def not_installed(error: ModuleNotFoundError, extra: str) -> CommandError:
-    return InputError(f"{error.name} is not installed; run: pip install 'averaging[{extra}]'")
+EXTRAS = {"dashboard": "dashboard", "feed": "rl", "rollouts": "rollouts", "serve": "serve"}  # of commands
 
 
 def check_address() -> str:
@@ -67,8 +66,12 @@ def check_address() -> str:
     return "; ".join(filter(None, ("check the address, and that a peer is up there", ignored_proxies())))
 
 
-def failure_of(error: AveragingError) -> CommandError:
+def failure_of(error: AveragingError | ModuleNotFoundError) -> CommandError:
     """Converts an error of the library. The exit code is 2 if the user's arguments are wrong, else 1."""
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get(click.get_current_context().info_name or "")
+        remedy = f"pip install '.[{extra}]'" if extra else "pip install ."
+        return InputError(f"{error.name} is not installed; run in the checkout: {remedy}")
     wrong_usage = isinstance(error, ConfigError | TensorError) or (isinstance(error, JoinError) and error.refused)
     unconnected = isinstance(error, PeerUnreachableError | StateError) and error.unconnected
     remedy = f"; {check_address()}" if unconnected else ""
@@ -96,7 +99,7 @@ def reporting(verbose: int, *, as_json: bool) -> Iterator[CommandOutput]:
     with report.logging(verbose):
         try:
             yield report
-        except (CommandError, AveragingError) as error:
+        except (CommandError, AveragingError, ModuleNotFoundError) as error:
             failure = error if isinstance(error, CommandError) else failure_of(error)
             if as_json:
                 report.emit({"event": "error", "message": failure.message}, "")

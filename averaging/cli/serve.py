@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli import options
-from averaging.cli.running import CommandOutput, not_installed, reporting, serve
+from averaging.cli.running import CommandOutput, reporting, serve
 from averaging.errors import printable
 
 if TYPE_CHECKING:
@@ -87,25 +87,22 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
     def emit(event: VersionLoaded | Unfollowed) -> None:
         report.emit({"event": EVENTS[type(event).__name__], **asdict(event)}, str(event))
 
-    try:
-        import torch
+    import torch
 
-        from averaging.engine import EngineServer, load_model
+    from averaging.engine import EngineServer, load_model
 
-        device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        of_access = ("token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
-        server = EngineServer(
-            load_model(folder, device=device, dtype=given["dtype"], bare=bool(addresses)),
-            name=name,
-            follow=_follower_options(addresses, given) if addresses else None,
-            listen=given["listen"],
-            batch=given["batch"],
-            max_model_len=given["max_model_len"],
-            on_event=emit,
-            **{option: given[option] for option in of_access},
-        )
-    except ModuleNotFoundError as error:
-        raise not_installed(error, "serve") from None
+    device = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    of_access = ("token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
+    server = EngineServer(
+        load_model(folder, device=device, dtype=given["dtype"], bare=bool(addresses)),
+        name=name,
+        follow=_follower_options(addresses, given) if addresses else None,
+        listen=given["listen"],
+        batch=given["batch"],
+        max_model_len=given["max_model_len"],
+        on_event=emit,
+        **{option: given[option] for option in of_access},
+    )
 
     async def start(stack: AsyncExitStack) -> EngineServer:
         await stack.enter_async_context(server)

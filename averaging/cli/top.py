@@ -61,9 +61,8 @@ def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_j
     async def ask(_: Stop) -> None:
         async with await collector_of(addresses, given, receipts=16) as collector:
             snapshot = await collector.collect()
-            if not snapshot.answering:
-                reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
-                raise CommandError(f"no peer answered: {reasons}; {check_address()}")
+            if snapshot.silence:
+                raise CommandError(f"{snapshot.silence}; {check_address()}")
             if shows:
                 await TopApp(collector).run_async(mouse=False)
             elif as_json:

@@ -27,7 +27,7 @@ def load_model(folder: str | Path, *, device: str = "cpu", dtype: str = "auto", 
 
     Raises:
         ConfigError: it is no such folder, or the device does not exist.
-        ModuleNotFoundError: transformers is not installed; `pip install 'averaging[serve]'`.
+        ModuleNotFoundError: transformers is not installed; `pip install '.[serve]'`.
     """
     from averaging.engine.generation import LanguageModel
 

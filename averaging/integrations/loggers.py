@@ -29,7 +29,7 @@ def missing(library: str, extra: str) -> ImportError:
     """The error to raise if `library` cannot be imported, which an `extra` of this package installs."""
     return ImportError(
         f"averaging.integrations needs {library}, which cannot be imported; "
-        f"install it: python -m pip install 'averaging[{extra}]'"
+        f"run in the checkout: python -m pip install '.[{extra}]'"
     )
 
 

@@ -113,6 +113,12 @@ class RunSnapshot:
         return tuple(peer for peer in self.peers if peer.answers)
 
     @property
+    def silence(self) -> str:
+        """Why no peer answers; empty if one does."""
+        reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in self.peers[:4])
+        return "" if self.answering else f"no peer answered: {reasons}"
+
+    @property
     def global_step(self) -> int | None:
         steps = [peer.training.global_step for peer in self.peers if peer.training and peer.training.global_step]
         return max(steps, default=None)
@@ -135,12 +141,14 @@ class RunSnapshot:
     @property
     def rounds_per_minute(self) -> float | None:
         """Rounds of the run that averaged. A round with several members counts once. None while unknown."""
-        rates = {peer.endpoint: peer.rounds_per_minute for peer in self.peers if peer.rounds_per_minute is not None}
-        last = {peer.endpoint: peer.last_round for peer in self.peers}
+        peers = [peer for peer in self.answering if peer.rounds_per_minute is not None]
+        names = {peer.endpoint for peer in peers}
         shares = [
-            rate / max(1, len(rates.keys() & seen.members)) for name, rate in rates.items() if (seen := last[name])
+            (peer.rounds_per_minute or 0.0) / max(1, len(names & set(seen.members)))
+            for peer in peers
+            if (seen := peer.last_round)
         ]
-        return sum(shares) if rates else None
+        return sum(shares) if peers else None
 
     @property
     def phase_seconds(self) -> dict[str, float]:
@@ -210,19 +218,19 @@ def _peer_json(peer: PeerView, receipts: bool) -> Json:
         **{name: getattr(peer, name) for name in _OF_PEER},
         **{name: getattr(status, name) if status else unknown for name, unknown in _OF_STATUS.items()},
         "training": {**asdict(peer.training), "terms": peer.training.terms} if peer.training else None,
-        "last": {
-            "outcome": "partial" if last.averaged and last.dropped else last.outcome.value,
-            "ended": last.ended,
-            "text": str(last),
-        }
-        if last
-        else None,
+        "last": {"outcome": _outcome(peer.endpoint, last), "ended": last.ended, "text": str(last)} if last else None,
         "bytes_sent": totals.bytes_sent,
         "bytes_received": totals.bytes_received,
         "outcomes": {outcome.value: count for outcome, count in totals.rounds.items()},
         "dropped": {code.value: count for code, count in totals.dropped.items()},
     }
     return values | {"last_round": to_json(last) if last else None} if receipts else values
+
+
+def _outcome(name: str, last: Receipt) -> str:
+    if last.averaged and any(drift.endpoint == name for drift in last.drifted):
+        return "drifted"
+    return "partial" if last.averaged and last.dropped else last.outcome.value
 
 
 def _reader_json(peer: str, reader: WeightReader) -> Json:

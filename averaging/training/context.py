@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 
 from averaging.common import EventLoopThread
+from averaging.errors import TensorError
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
 from averaging.receipts import DriftCheck, Outcome, Receipt
 from averaging.training.announcements import Announcements
@@ -250,6 +251,8 @@ class StrategyContext:
         Tensors with the name of a buffer are never compressed: a codec has one scale for large and small values, which
         running variances and constants do not survive.
         """
+        if not isinstance(tensors, Mapping):
+            raise TensorError(f"topic {name!r} needs a dict of its tensors by name, not a {type(tensors).__name__}")
         options.setdefault("commits", self._has_parameters(tensors.values()))
         made = self.peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()

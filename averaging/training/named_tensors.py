@@ -397,6 +397,7 @@ class TensorGuard:
         self._buffers = {name.removeprefix(BUFFER) for name in buffers.averaged | buffers.shared}
         self._places = {name: local(tensor).detach() for name, tensor in self._tensors.items()}  # sharing their memory
         self._ids = self._parameter_ids()
+        self._warned = False
 
     def check(self) -> None:
         """Raises TensorError if a tensor was moved, or the inner optimizer or the model has other ones now."""
@@ -413,6 +414,16 @@ class TensorGuard:
             raise TensorError(
                 "the inner optimizer has other parameters than when the averager was made; the averaged ones cannot "
                 "change: add parameters before, or close this averager and make a new one"
+            )
+
+    def warn_without_gradients(self) -> None:
+        # For example if a cell of a notebook that makes the model ran again, but not that which makes the averager.
+        groups = self._optimizer.param_groups
+        if not (self._warned or any(tensor.grad is not None for group in groups for tensor in group["params"])):
+            self._warned = True
+            logger.warning(
+                "no parameter of the optimizer has a gradient in this step, so it trains nothing. If the model was "
+                "made anew after this averager, close it and make another one with the new model and its optimizer"
             )
 
     def _parameter_ids(self) -> list[list[int]]:

@@ -50,7 +50,7 @@ class VllmServer:
         try:
             import httpx
         except ImportError:
-            raise ConfigError("a vLLM server is called with httpx; install averaging[rl]") from None
+            raise ConfigError("a vLLM server is called with httpx; run in the checkout: pip install '.[rl]'") from None
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:

@@ -52,6 +52,20 @@ def test_a_cell_that_runs_again_names_the_open_averager(monkeypatch: pytest.Monk
     another("run").close()
 
 
+def test_a_model_that_is_made_anew_beside_the_averager_is_named_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), model=model)
+    counts = []
+    for made in (model, linear(), linear()):
+        opt.zero_grad()
+        made(torch.ones(1, 3)).sum().backward()
+        opt.step()
+        counts.append(caplog.text.count("no parameter of the optimizer has a gradient in this step"))
+    assert counts == [0, 1, 1]
+
+
 def test_a_second_part_of_a_model_does_not_become_the_first() -> None:
     """Two averagers with the same options, as of a generator and a discriminator, join the same remote peer."""
     with another("run"), pytest.raises(ConfigError, match="a model a run id of its own, such as 'run-head'"):

@@ -312,6 +312,17 @@ def test_an_operating_system_that_is_not_supported_is_named_in_one_sentence(miss
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "extra"), [(["plan", "--parameters", "1e6"], "."), (["serve", "m"], "'.[serve]'")]
+)
+def test_a_command_without_torch_names_it_and_how_to_install_it(arguments: list[str], extra: str) -> None:
+    script = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = ['averaging', *{arguments}]"
+    script += "; runpy.run_module('averaging', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stderr == f"Error: torch is not installed; run in the checkout: pip install {extra}\n"
+    assert ended.returncode == 2
+
+
 def test_a_script_on_such_a_system_gets_that_sentence_too() -> None:
     script = "import signal; del signal.SIGHUP; from averaging import Peer"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

@@ -133,6 +133,9 @@ def test_a_copy_of_tied_embeddings_is_left_out_and_another_tensor_is_named(tmp_p
     torch.save(NAMES | {"last.bias": torch.zeros(3)}, tmp_path / "shape.pt")
     result = export(tmp_path / "shape.pt", "--config", base, "--output", tmp_path / "no")
     assert "'last.bias' is [3], and [2] in" in told(result)
+    torch.save({"base_model.model.first.lora_A.default.weight": torch.zeros(2, 3)}, tmp_path / "adapter.pt")
+    result = export(tmp_path / "adapter.pt", "--config", base, "--output", tmp_path / "no")
+    assert "belongs to an adapter, not to the model. Write it in the script, with strategy.save_adapter" in told(result)
     assert not (tmp_path / "no").exists()
 
 

@@ -176,7 +176,7 @@ def test_a_missing_package_is_named_with_its_remedy(
     main: Main, arguments: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=re.escape(f"python -m pip install 'averaging[{extra}]'")):
+    with pytest.raises(SystemExit, match=re.escape(f"python -m pip install '.[{extra}]'")):
         main(arguments)
 
 

@@ -11,10 +11,10 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text
+from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text, snapshot_json
 from averaging.monitor.history import LEAST_WINDOW, WINDOW, PeerHistory
 from averaging.monitor.table import COLUMNS, MAX_CELL
-from averaging.receipts import Outcome, PeerStatus, Receipt, Totals, TrainingProgress
+from averaging.receipts import Drift, DriftKind, Outcome, PeerStatus, Receipt, Totals, TrainingProgress
 from tests.support.grpc_fakes import RECEIPT, STATUS
 
 NOW = 1.8e9
@@ -175,3 +175,16 @@ def test_a_round_counts_once_however_many_members_it_has() -> None:
     last = Receipt(3, Outcome.AVERAGED, members=members)
     views = [PeerView(name, status=status(n, last_round=last), rounds_per_minute=6.0) for n, name in enumerate(members)]
     assert RunSnapshot(NOW, "demo", tuple(views)).rounds_per_minute == pytest.approx(6.0)
+    views[3] = replace(views[3], error="no answer")  # it was stopped, and the others go on
+    last = Receipt(4, Outcome.AVERAGED, members=members[:3])
+    views[:3] = [replace(view, status=status(n, last_round=last)) for n, view in enumerate(views[:3])]
+    assert RunSnapshot(NOW, "demo", tuple(views)).rounds_per_minute == pytest.approx(6.0)
+
+
+def test_a_peer_that_differs_from_the_others_is_marked_in_its_own_line() -> None:
+    members = "10.0.0.0:1", "10.0.0.1:1"
+    drift = Drift(members[1], DriftKind.HYPERPARAMETER, "lr of group 0", "0.2", "0.1")
+    last = Receipt(3, Outcome.AVERAGED, members=members, drift=(drift,))
+    views = [PeerView(name, status=status(n, last_round=last)) for n, name in enumerate(members)]
+    peers = snapshot_json(RunSnapshot(NOW, "demo", tuple(views)))["peers"]
+    assert [peer["last"]["outcome"] for peer in peers] == ["averaged", "drifted"]

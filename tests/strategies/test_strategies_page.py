@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy, TensorError
 from averaging.training import StrategyContext
 from tests.strategies.test_strategy_proofs import Logged
-from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of, run_of
+from tests.support.training import SGD, Run, backward, batch_of, equal, model_of, parameters_of, run_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
 
-TOKENS, FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TOKENS, FINISHING, OF_ONES_OWN, SHARED_BODY = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("strategy", [partial(LocalSGD, 5), partial(GradientAveraging, 8), partial(DiLoCo, 5)])
@@ -176,3 +177,41 @@ def test_newcomers_get_what_a_strategy_of_ones_own_has_averaged(
     newcomer = run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1), model_of(1))
     assert newcomer.local_step == 4
     assert any(equal(run.parameters()[2], donor) for donor in run.parameters()[:2])
+
+
+def test_the_pages_strategy_with_tensors_of_its_own_has_newcomers_and_checkpoints(start: Callable[[], Run]) -> None:
+    page: dict[str, Any] = {}
+    exec(SHARED_BODY, page)
+
+    def model(seed: int = 0) -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        layers = {"body": torch.nn.Linear(5, 7), "tanh": torch.nn.Tanh(), "head": torch.nn.Linear(7, 3)}
+        return torch.nn.Sequential(OrderedDict(layers))
+
+    run = start()
+    for _ in range(2):
+        run.add(page["SharedBody"](), SGD, model())
+    run.meet()
+
+    def train(number: int) -> None:
+        for step in range(8):
+            backward(run.models[number], batch_of(100 * number + step, 4))
+            run.averagers[number].step()
+
+    run.each(train)
+    one, other = (dict(model.named_parameters()) for model in run.models)
+    assert {name for name in one if torch.equal(one[name], other[name])} == {"body.weight", "body.bias"}
+    donor: Any = run.averagers[0].strategy
+    newcomer = run.add(page["SharedBody"](), SGD, model(1))
+    other_run = start().add(page["SharedBody"](), SGD, model(2))
+    other_run.load_state_dict(run.averagers[0].state_dict())
+    taken_over: list[Any] = [newcomer.strategy, other_run.strategy]
+    for strategy in taken_over:
+        assert strategy.rounds == donor.rounds == 2
+        assert equal(list(strategy.slow.values()), list(donor.slow.values()))
+
+
+def test_a_topic_of_a_list_is_refused(start: Callable[[], Run]) -> None:
+    run = start()
+    with pytest.raises(TensorError, match="topic 'own' needs a dict of its tensors by name, not a list"):
+        run.add(Own(lambda training: list(training.parameters.values())), SGD)  # type: ignore[arg-type,return-value]

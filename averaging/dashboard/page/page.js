@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const OUTCOMES = { averaged: "averaged", partial: "averaged, members lost", failed: "failed", no_group: "no group", cancelled: "cancelled" };
+const OUTCOMES = { averaged: "averaged", partial: "averaged, members lost", drifted: "averaged, but differs", failed: "failed", no_group: "no group", cancelled: "cancelled" };
 const PHASES = { looking: 0.28, checking: 0.55, preparing: 0.55, allreduce: 1, adopting: 0.7 };
 const LANES = { direct: "direct", sealed: "direct, encrypted", grpc: "gRPC" };
 const PALETTE = ["#3f7fe0", "#d9731a", "#17947a", "#c2417c", "#8a63d2", "#8f7a12", "#4b97b8", "#c9504a"];

@@ -1,7 +1,7 @@
 """Carries batches of scored rollouts from environments to the ranks of a trainer.
 
 The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
-Needs `pip install 'averaging[rl]'`.
+Needs `pip install '.[rl]'`.
 
 Read in this order: `messages` (what travels), `batch_formation` and `run_state` (which groups form a batch, and which
 are too old; pure), `database` (the run on disk), `server` (what all requests must pass, and what the routes answer),

@@ -1,6 +1,6 @@
 """Rollouts of environments of verifiers, posted as groups to a feed with the version of the weights that made each.
 
-Needs `pip install 'averaging[rollouts]'`, and an engine that tells token ids: `averaging serve`, or vLLM.
+Needs `pip install '.[rollouts]'`, and an engine that tells token ids: `averaging serve`, or vLLM.
 
 Read in this order: `samples` (scored sequences and groups of them; pure), `engine` (requests that wait for an engine
 that is away, and versions), `environment` (tasks and rollouts of verifiers), `chat_harness` (the agent of environments

@@ -41,7 +41,9 @@ class VerifiersEnvironment:
         try:
             import verifiers.v1 as vf
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed; run: pip install 'averaging[rollouts]'") from None
+            raise ConfigError(
+                f"{error.name} is not installed; run in the checkout: pip install '.[rollouts]'"
+            ) from None
         self.name = name
         _register("verifiers.v1.harnesses", CHAT, "averaging.rl.rollouts.chat_harness")
         try:
