@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +36,8 @@ LIST_AFTER_TEXT = re.compile(r"^(?!\s*(?:[-*+]|\d+[.)]) )(\S.*\n)(?=(?:[-*+]|1[.
 """A line of text that a list follows directly, as CommonMark and GitHub allow."""
 
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+MERMAID = "mermaid@12"
 
 COUNTED = ("li", "table", "tr", "blockquote", "h2", "h3")
 """Elements that a page of the site has as often as CommonMark finds them in its source."""
@@ -59,9 +63,38 @@ def main() -> None:
     if built.returncode:
         report = built.stdout.partition("Traceback (most recent call last)")[0]
         sys.exit(re.sub(r"\x1b\[[\d;]*m", "", report))
-    if differences := shown_otherwise():
+    add_mermaid()
+    if differences := [*shown_otherwise(), *foreign_parts()]:
         sys.exit("\n".join(differences))
     print(f"built {(SITE / 'index.html').relative_to(ROOT)}")
+
+
+def add_mermaid() -> None:
+    """Puts mermaid, which draws the diagrams, into the site; the theme would load it from another host."""
+    kept = ROOT / "build" / f"{MERMAID}.min.js"
+    if not kept.exists():
+        if shutil.which("npm") is None:
+            print("npm is not installed, so the diagrams of the site need unpkg.com")
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            packing = ["npm", "pack", "--silent", MERMAID]
+            packed = subprocess.run(packing, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+            with tarfile.open(Path(folder) / packed[-1]) as archive:
+                archive.extract("package/dist/mermaid.min.js", folder, filter="data")
+            shutil.copyfile(Path(folder) / "package/dist/mermaid.min.js", kept)
+    script = SITE / "assets" / "mermaid.min.js"
+    shutil.copyfile(kept, script)
+    for page in SITE.rglob("*.html"):
+        if 'class="mermaid"' in (html := page.read_text()):
+            tag = f'<script src="{os.path.relpath(script, page.parent)}"></script>'
+            page.write_text(html.replace("</head>", f"{tag}</head>", 1))
+
+
+def foreign_parts() -> list[str]:
+    """A line for each page that loads a script, a font or a style from another host."""
+    parts = re.compile(r'<(?:script|link)\b[^>]*(?:src|href)="?https?://[^>]*>')
+    loaded = {page: parts.findall(page.read_text()) for page in sorted(SITE.rglob("*.html"))}
+    return [f"{page.relative_to(ROOT)} loads {part}" for page, found in loaded.items() for part in found]
 
 
 def with_separate_lists(text: str) -> str:

@@ -16,6 +16,7 @@ from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_
 from averaging.cli.running import (
     CommandError,
     CommandOutput,
+    InputError,
     Item,
     Stop,
     Stopped,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 @click.command("peer", cls=options.PeerCommand)
-@click.argument("file", type=options.CheckedPath(), metavar="FILE.safetensors")
+@click.argument("files", type=options.CheckedPath(), nargs=-1, required=True, metavar="FILE.safetensors...")
 @options.peer_options
 @options.count("--rounds", "Rounds to do.  [default: 1, or no limit with --serve]", metavar="K")
 @options.switch("--serve", "Continue after the rounds: average and share the state until Ctrl+C or SIGTERM.")
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 @options.count("--retries", "Retries after failed rounds in a row.", 2, least=0)
 @options.option("--interval", "Pause after each round.", "SECONDS", default=0.0, type=options.NOT_NEGATIVE)
 @options.output_options
-def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
+def peer_command(files: Sequence[Path], output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Averages the tensors of FILE.safetensors with the other peers of a run.
 
     Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; names,
@@ -79,6 +80,10 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
     Two peers; the first prints the exact command that joins it:
       averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --output a-mean.safetensors
       averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
+
+    \b
+    Files on one disk need no run and no network:
+      averaging peer a.safetensors b.safetensors --output mean.safetensors
 
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
@@ -104,11 +109,41 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
       unwritten  round, output, message: for example a full disk; --serve tries again after the next round
       serving  rounds, output (null if nothing was written): --rounds are done, --serve continues
-      done     rounds, output
+      done     rounds, output; of several files: files, output
     """
+    if len(files) > 1:
+        with reporting(verbose, as_json=as_json) as report:
+            _average_here(files, output, given, report)
+        return
     config = options.read_config(output, given)
     with reporting(verbose, as_json=as_json) as report:
-        _run(file, output, config, given, report)
+        _run(files[0], output, config, given, report)
+
+
+def _average_here(files: Sequence[Path], output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
+    """Writes the mean of several files, each with the same weight."""
+    if output is None or any(given[name] for name in ("run_id", "join", "serve")):
+        raise click.UsageError(
+            "Several files are averaged here, without a run: give --output, and neither --run-id, --join nor --serve. "
+            "A peer brings one file."
+        )
+    import torch
+
+    destination = Output(output, overwrite=given["overwrite"])
+    documents = [read(file).divided(file, given["only"], given["exclude"]) for file in files]
+    first = {name: (tensor.dtype, tensor.shape) for name, tensor in documents[0].tensors.items()}
+    for file, document in zip(files, documents, strict=True):
+        check_can_be_averaged(file, document.tensors, allow_non_finite=False)
+        here = {name: (tensor.dtype, tensor.shape) for name, tensor in document.tensors.items()}
+        if differing := sorted(name for name in first.keys() | here.keys() if first.get(name) != here.get(name)):
+            raise InputError(f"{file} differs from {files[0]} in {listed(differing)}; average files of one model")
+    tensors = {
+        name: torch.stack([document.tensors[name].double() for document in documents]).mean(0).to(dtype)
+        for name, (dtype, _) in first.items()
+    }
+    destination.write(tensors | documents[0].kept, documents[0].metadata)
+    text = f"done: {counted(len(files), 'file')} averaged, wrote {output}"
+    report.emit({"event": "done", "files": len(files), "output": str(output)}, text)
 
 
 def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> None:

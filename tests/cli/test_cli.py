@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from averaging.cli import main
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
 
@@ -95,6 +97,24 @@ def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
             assert file.metadata() == {"owner": path.stem}
     assert out(files[0]).read_bytes()[-100:] == out(files[1]).read_bytes()[-100:]
     assert_holds(files[0], 1.0)
+
+
+def test_several_files_are_averaged_without_a_run(start: Start, files: list[Path], tmp_path: Path) -> None:
+    mean = tmp_path / "mean.safetensors"
+    process = start("peer", *files, "--output", mean)
+    assert process.wait() == 0, process.stderr
+    assert process.seen == [{"event": "done", "files": 3, "output": str(mean)}]
+    assert_holds(mean, 2.0)
+    save_file({"layer.bias": torch.ones(7)}, tmp_path / "other.safetensors")
+    for arguments, complaint in [
+        ((files[0], tmp_path / "other.safetensors", "--output", tmp_path / "no"), "differs from"),
+        ((*files, "--join", "127.0.0.1:1", "--output", tmp_path / "no"), "A peer brings one file"),
+        (files, "give --output"),
+    ]:
+        result = CliRunner().invoke(main, ["peer", *map(str, arguments)])
+        assert result.exit_code == 2
+        assert complaint in " ".join(result.output.split())
+    assert not (tmp_path / "no").exists()
 
 
 def test_counters_and_excluded_tensors_stay_as_they_are(start: Start, tmp_path: Path) -> None:
