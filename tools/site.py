@@ -73,12 +73,14 @@ def add_mermaid() -> None:
     """Puts mermaid, which draws the diagrams, into the site; the theme would load it from another host."""
     kept = ROOT / "build" / f"{MERMAID}.min.js"
     if not kept.exists():
-        if shutil.which("npm") is None:
-            print("npm is not installed, so the diagrams of the site need unpkg.com")
-            return
         with tempfile.TemporaryDirectory() as folder:
             packing = ["npm", "pack", "--silent", MERMAID]
-            packed = subprocess.run(packing, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+            try:
+                done = subprocess.run(packing, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"mermaid could not be fetched, so the diagrams of the site need unpkg.com: {error}")
+                return
+            packed = done.stdout.split()
             with tarfile.open(Path(folder) / packed[-1]) as archive:
                 archive.extract("package/dist/mermaid.min.js", folder, filter="data")
             shutil.copyfile(Path(folder) / "package/dist/mermaid.min.js", kept)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from averaging.cli import options
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
@@ -120,13 +121,17 @@ def peer_command(files: Sequence[Path], output: Path | None, *, as_json: bool, v
         _run(files[0], output, config, given, report)
 
 
+OF_FILES = {"files", "output", "overwrite", "only", "exclude", "as_json", "verbose"}  # options of several files
+
+
 def _average_here(files: Sequence[Path], output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     """Writes the mean of several files, each with the same weight."""
-    if output is None or any(given[name] for name in ("run_id", "join", "serve")):
-        raise click.UsageError(
-            "Several files are averaged here, without a run: give --output, and neither --run-id, --join nor --serve. "
-            "A peer brings one file."
-        )
+    context = click.get_current_context()
+    typed = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if output is None or not OF_FILES.issuperset(typed):
+        useless = listed([f"--{name.replace('_', '-')}" for name in typed if name not in OF_FILES])
+        remedy = f"leave out {useless}; a peer of a run brings one file" if useless else "give --output"
+        raise click.UsageError(f"Several files are averaged here, without a run: {remedy}.")
     import torch
 
     destination = Output(output, overwrite=given["overwrite"])

@@ -256,8 +256,8 @@ def _shares(missing: list[int], lanes: int) -> list[list[int]]:
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]], until: Callable[[T], bool] = lambda _: False) -> list[T]:
     """The results of calls that run at the same time; of those that have ended, once `until` is true of one.
 
-    The first error is raised by itself, and what was wrong counts more than what did not arrive. A cancellation goes
-    before any error: asyncio.TaskGroup forgets one that comes with an error, as it does when the connections close.
+    One error is raised by itself, and what was wrong counts more than what did not arrive. A cancellation goes before
+    any error: asyncio.TaskGroup forgets one that comes with an error, as it does when the connections close.
     """
     running = [asyncio.ensure_future(call) for call in calls]
     try:

@@ -118,6 +118,15 @@ def test_a_language_model_with_short_and_long_batches_trains_as_one_process_with
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def train_all(run: Run, steps: int) -> None:
+    def train(number: int) -> None:
+        for step in range(steps):
+            backward(run.models[number], batch_of(100 * number + step, 4))
+            run.averagers[number].step()
+
+    run.each(train)
+
+
 def test_the_pages_own_strategy_averages_after_1_2_4_8_steps(start: Callable[[], Run]) -> None:
     code = OF_ONES_OWN
     page: dict[str, Any] = {}
@@ -128,12 +137,7 @@ def test_the_pages_own_strategy_averages_after_1_2_4_8_steps(start: Callable[[],
         run.add(page["Doubling"](), partial(torch.optim.SGD, lr=0.1), on_round=on_round)
     run.meet()
 
-    def train(number: int) -> None:
-        for step in range(8):
-            backward(run.models[number], batch_of(100 * number + step, 4))
-            run.averagers[number].step()
-
-    run.each(train)
+    train_all(run, 8)
     assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 4
     assert equal(*run.parameters())
 
@@ -168,12 +172,7 @@ def test_newcomers_get_what_a_strategy_of_ones_own_has_averaged(
 ) -> None:
     run = run_of(start, 2, partial(Own, tensors), partial(torch.optim.SGD, lr=0.1))
 
-    def train(number: int) -> None:
-        for step in range(4):
-            backward(run.models[number], batch_of(100 * number + step, 4))
-            run.averagers[number].step()
-
-    run.each(train)
+    train_all(run, 4)
     newcomer = run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1), model_of(1))
     assert newcomer.local_step == 4
     assert any(equal(run.parameters()[2], donor) for donor in run.parameters()[:2])
@@ -193,12 +192,7 @@ def test_the_pages_strategy_with_tensors_of_its_own_has_newcomers_and_checkpoint
         run.add(page["SharedBody"](), SGD, model())
     run.meet()
 
-    def train(number: int) -> None:
-        for step in range(8):
-            backward(run.models[number], batch_of(100 * number + step, 4))
-            run.averagers[number].step()
-
-    run.each(train)
+    train_all(run, 8)
     one, other = (dict(model.named_parameters()) for model in run.models)
     assert {name for name in one if torch.equal(one[name], other[name])} == {"body.weight", "body.bias"}
     donor: Any = run.averagers[0].strategy
