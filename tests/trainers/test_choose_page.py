@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -58,7 +59,7 @@ def test_a_trainer_takes_batches_and_publishes(tmp_path: Path) -> None:
     run_averaging(tmp_path, "ca", "issue", "trainer", "--host", "localhost")
     (tmp_path / "token").write_text("secret-of-the-test\n")
     (tmp_path / "token").chmod(0o600)
-    files = {name: str(tmp_path / file) for name, file in FILES.items()}
+    files: dict[str, Any] = {name: str(tmp_path / file) for name, file in FILES.items()}
     options = [word for name, path in files.items() for word in (f"--{name.replace('_', '-')}", path)]
     port = free_port()
     listen, url = f"127.0.0.1:{port}", f"https://localhost:{port}"
