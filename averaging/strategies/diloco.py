@@ -292,7 +292,8 @@ class DiLoCo(LockstepStrategy):
 
     def _go_along(self, training: StrategyContext) -> None:
         look = training.site.broadcast_from_leader(lambda: self._look_along(training))
-        self._attendance = replace(self._attendance, owed=self._attendance.owed or look.due is not None)
+        if look.due is not None:
+            self._attendance = replace(self._attendance, owed=True)
         if self._attendance.owed and look.target is not None:
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
@@ -319,7 +320,7 @@ class DiLoCo(LockstepStrategy):
         others, is_behind, due = self._look(training)
         topic = self._fragments.at(self.history.step).topic
         began = training.announcements.group_began(topic, self.history.phase) is not None
-        newest = max(others.ahead.values(), default=self.history)
+        newest = max(others.ahead.values()) if others.ahead else self.history
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
         downloads = is_behind and wanted and not (follows and self._attendance.timeliness is Timeliness.REBASED)

@@ -387,7 +387,10 @@ class Attendance:
     def after(self, event: RoundEvent) -> Attendance:
         averaged = event in (RoundEvent.AVERAGED, RoundEvent.INCLUDED)
         timeliness = TRANSITIONS[event].get(self.timeliness, self.timeliness)
-        return Attendance(timeliness, self.owed, self.repeats and not averaged)
+        repeats = self.repeats and not averaged
+        if timeliness is self.timeliness and repeats == self.repeats:
+            return self  # as after most steps
+        return Attendance(timeliness, self.owed, repeats)
 
     def after_failure(self) -> Attendance:
         return replace(self, owed=self.owed or not self.repeats, repeats=not self.repeats)

@@ -174,14 +174,17 @@ class StrategyContext:
         rounds and newcomers. An optimizer that has changed parameters before it evaluates the closure, as LBFGS does,
         must find them unchanged: then the lock is held.
         """
-        with self.pace.working(), ExitStack() as lock:
-            lock.enter_context(self.peer.tensors())
+        with self.pace.working():
             if closure is None:
-                self._clip(max_norm)
-                loss = self.optimizer_step()
+                with self.peer.tensors():
+                    self._clip(max_norm)
+                    loss = self.optimizer_step()
+                    self.local_step += 1
             else:
-                loss = self.optimizer_step(self._freeing(lock, closure, max_norm))
-            self.local_step += 1
+                with ExitStack() as lock:
+                    lock.enter_context(self.peer.tensors())
+                    loss = self.optimizer_step(self._freeing(lock, closure, max_norm))
+                    self.local_step += 1
         self.pace.count()
         return loss
 

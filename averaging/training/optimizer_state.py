@@ -60,20 +60,17 @@ class GroupProgress:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Wraps a step of the optimizer."""
-        before = [dict(group) for group in self._optimizer.param_groups]  # keeps replaced values, so ids are unique
+        groups = self._optimizer.param_groups
+        before = [group.copy() for group in groups]  # keeps replaced values, so ids are unique
         prints = [
-            {
-                key: _fingerprint(value)
-                for key, value in group.items()
-                if isinstance(value, MUTABLE) and key not in FIXED
-            }
+            {key: _fingerprint(group[key]) for key in group.keys() - FIXED if isinstance(group[key], MUTABLE)}
             for group in before
         ]
         yield
         for old, mutable, group in zip(before, prints, self._optimizer.param_groups, strict=False):
-            for key in group.keys() - FIXED - self.keys:
-                value, was = group[key], old.get(key, ABSENT)
-                if value is was and key not in mutable:
+            for key, value in group.items():
+                was = old.get(key, ABSENT)
+                if (value is was and key not in mutable) or key in FIXED or key in self.keys:
                     continue  # as most are
                 is_changed = _fingerprint(value) != (mutable[key] if key in mutable else _fingerprint(was))
                 if is_changed and SCHEDULED.get(key, frozenset()).isdisjoint(group):
