@@ -21,6 +21,7 @@ PAGES = [
     "how-to/follow.md",
     "how-to/resume.md",
     "how-to/seeds.md",
+    "how-to/plan.md",
     "how-to/slow-link.md",
 ]
 

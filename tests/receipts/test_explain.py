@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from averaging.receipts.explanation import describe, explain, merge
 from averaging.receipts.receipt import Account, DropCode, Dropped, Outcome, Receipt, Straggler
 from averaging.receipts.receipt_log import dumps
 from tests.receipts.made import SILENT, A, B, C, D, receipt, receipts
+from tests.support.pages import ROOT
 
 WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"
 WITHOUT_D = "round 17: 3 of 4 in 2.50 s (all-reduce 1.50 s)"
@@ -91,6 +93,30 @@ def test_peers_that_count_differently_and_receipts_that_come_twice() -> None:
     (one,) = merge(told)
     assert len(one.receipts) == 2
     assert describe(one).startswith("round 3/17: ")
+
+
+def test_the_lines_of_the_page() -> None:
+    rounds: list[tuple[int, float, float, dict[str, Any]]] = [
+        (16, 0.91, 0.84, {}),
+        (17, 5.12, 5.02, {"dropped": (Dropped.overdue(D, "sent nothing", 4.12, 4.0, "4 × its median of 1 s"),)}),
+        (18, 2.73, 2.64, {"straggler": Straggler(C, 1.8, "parts")}),
+    ]
+    told = [
+        receipt(
+            name,
+            number,
+            seconds=seconds,
+            allreduce_seconds=reduced,
+            phases={"looking": seconds - reduced, "allreduce": reduced},
+            started=1.7637204e9 + 60 * number,
+            state="5f04c2a1",
+            **more,
+        )
+        for number, seconds, reduced, more in rounds
+        for name in (A, B, C)
+    ]
+    page = (ROOT / "docs" / "operate" / "receipts.md").read_text()
+    assert "\n".join(["```text", *explain(told), "```"]) in page
 
 
 def test_what_it_comes_to() -> None:
