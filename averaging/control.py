@@ -14,8 +14,6 @@ from averaging.transport import RpcHandler, RpcMethod, rpc_caller
 from averaging.transport.grpc import claim_checker
 from averaging.wire import control_pb2 as wire
 
-__all__ = ["LEAVE", "LEAVE_REQUEST", "ControlService", "Departure", "LeaveStep", "step_of"]
-
 logger = logging.getLogger("averaging.control")
 
 REPEAT_SECONDS = 2.0  # seconds between two replies without news, so that the caller sees that the peer lives

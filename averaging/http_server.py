@@ -38,17 +38,6 @@ from averaging.config import FilePath
 from averaging.errors import ConfigError, ListenError, printable
 from averaging.security import read_tls, read_tokens
 
-__all__ = [
-    "BodyReader",
-    "HttpAccess",
-    "HttpListener",
-    "HttpRefusal",
-    "HttpServer",
-    "http_access",
-    "listening",
-    "network_of",
-]
-
 KEEP_ALIVE = 30  # seconds for which a connection without a request is kept open
 SAY_SECONDS = 60.0  # seconds between two lines about refused connections
 

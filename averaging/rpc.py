@@ -23,46 +23,30 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from averaging.common import EventLoopThread, parse_address, zone_of
+from averaging.common import EventLoopThread as EventLoopThread, parse_address, zone_of
 from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError
-from averaging.security import Credentials, read_tls, read_tokens
-from averaging.tensors import check_size
-from averaging.timing import Deadline, Deadlines, FairTimeout, Phase
-from averaging.transport import Message, MessageType, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
+from averaging.security import Credentials as Credentials, read_tls, read_tokens
+from averaging.tensors import check_size as check_size
+from averaging.timing import Deadline as Deadline, Deadlines as Deadlines, FairTimeout as FairTimeout, Phase as Phase
+from averaging.transport import (
+    Message as Message,
+    MessageType as MessageType,
+    RpcCaller as RpcCaller,
+    RpcHandler as RpcHandler,
+    RpcMethod as RpcMethod,
+    RpcService as RpcService,
+    rpc_caller as rpc_caller,
+)
 from averaging.transport.grpc import (
     MAX_MESSAGE_BYTES,
     Dialling,
     GrpcTransport,
-    RpcChannel,
-    TensorMessage,
-    TensorReader,
-    tensor_messages,
+    RpcChannel as RpcChannel,
+    TensorMessage as TensorMessage,
+    TensorReader as TensorReader,
+    tensor_messages as tensor_messages,
 )
-
-__all__ = [
-    "Credentials",
-    "Deadline",
-    "Deadlines",
-    "EventLoopThread",
-    "FairTimeout",
-    "Message",
-    "MessageType",
-    "Phase",
-    "RpcCaller",
-    "RpcChannel",
-    "RpcHandler",
-    "RpcMethod",
-    "RpcServer",
-    "RpcService",
-    "TensorMessage",
-    "TensorReader",
-    "check_named",
-    "check_size",
-    "read_credentials",
-    "rpc_caller",
-    "tensor_messages",
-]
 
 
 def read_credentials(

@@ -5,19 +5,13 @@ how long to wait), `sender_side` (parts out, averages in), `reducer_side` (parts
 averages), `round_tally` (the results), `round` (both sides, with their deadlines).
 """
 
-from averaging.allreduce.part_forms import Averaged, Part, Prepared, ReplyResidual, Slice
-from averaging.allreduce.partition import LARGE_PART_BYTES
-from averaging.allreduce.round import AllReduce
-from averaging.allreduce.round_tally import RoundResult, changes
-
-__all__ = [
-    "LARGE_PART_BYTES",
-    "AllReduce",
-    "Averaged",
-    "Part",
-    "Prepared",
-    "ReplyResidual",
-    "RoundResult",
-    "Slice",
-    "changes",
-]
+from averaging.allreduce.part_forms import (
+    Averaged as Averaged,
+    Part as Part,
+    Prepared as Prepared,
+    ReplyResidual as ReplyResidual,
+    Slice as Slice,
+)
+from averaging.allreduce.partition import LARGE_PART_BYTES as LARGE_PART_BYTES
+from averaging.allreduce.round import AllReduce as AllReduce
+from averaging.allreduce.round_tally import RoundResult as RoundResult, changes as changes

@@ -4,7 +4,5 @@ Read in this order: `history` (curves and rounds, bounded; pure), `server` (who 
 events), then `page/` (the page itself: it only reads, is written by hand, and loads nothing from elsewhere).
 """
 
-from averaging.dashboard.history import CurvePoint, RunHistory
-from averaging.dashboard.server import RECEIPTS, DashboardServer, views_of
-
-__all__ = ["RECEIPTS", "CurvePoint", "DashboardServer", "RunHistory", "views_of"]
+from averaging.dashboard.history import CurvePoint as CurvePoint, RunHistory as RunHistory
+from averaging.dashboard.server import RECEIPTS as RECEIPTS, DashboardServer as DashboardServer, views_of as views_of

@@ -3,7 +3,5 @@
 Read in this order: `dealing` (which peer trains which block; pure), `sampler` (the torch sampler).
 """
 
-from averaging.data.dealing import DataStatistics
-from averaging.data.sampler import RunSampler
-
-__all__ = ["DataStatistics", "RunSampler"]
+from averaging.data.dealing import DataStatistics as DataStatistics
+from averaging.data.sampler import RunSampler as RunSampler

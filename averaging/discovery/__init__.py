@@ -6,30 +6,19 @@ divided model). `averaging.testing` has the smallest complete implementation.
 """
 
 from averaging.discovery.base import (
-    MAX_LIFETIME,
-    MAX_VALUE_BYTES,
-    Diagnosis,
-    Discovery,
-    Entry,
-    KnownPeer,
-    PublishedRecord,
-    Watchers,
-    clock_difference,
+    MAX_LIFETIME as MAX_LIFETIME,
+    MAX_VALUE_BYTES as MAX_VALUE_BYTES,
+    Diagnosis as Diagnosis,
+    Discovery as Discovery,
+    Entry as Entry,
+    KnownPeer as KnownPeer,
+    PublishedRecord as PublishedRecord,
+    Watchers as Watchers,
+    clock_difference as clock_difference,
 )
-from averaging.discovery.shard_of_run import LIFETIME, REFRESH, ShardOfRun, shards_key
-
-__all__ = [
-    "LIFETIME",
-    "MAX_LIFETIME",
-    "MAX_VALUE_BYTES",
-    "REFRESH",
-    "Diagnosis",
-    "Discovery",
-    "Entry",
-    "KnownPeer",
-    "PublishedRecord",
-    "ShardOfRun",
-    "Watchers",
-    "clock_difference",
-    "shards_key",
-]
+from averaging.discovery.shard_of_run import (
+    LIFETIME as LIFETIME,
+    REFRESH as REFRESH,
+    ShardOfRun as ShardOfRun,
+    shards_key as shards_key,
+)

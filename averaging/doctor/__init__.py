@@ -4,7 +4,5 @@ Read in this order: `checks` (what a check and a finding are), `examination` (th
 (both end with the table of their checks), `connections`. What a peer answers is in `averaging.probe`.
 """
 
-from averaging.doctor.checks import Finding, Severity
-from averaging.doctor.examination import Examination, examine
-
-__all__ = ["Examination", "Finding", "Severity", "examine"]
+from averaging.doctor.checks import Finding as Finding, Severity as Severity
+from averaging.doctor.examination import Examination as Examination, examine as examine

@@ -10,9 +10,4 @@ docs/how-to/sites.md explains its use. Read in this order: `register` (what a re
 in a register), `options`, `backend`, `handler` (what torch calls).
 """
 
-from averaging.elastic.register import REGISTER_METRICS, RegisterService
-
-__all__ = [
-    "REGISTER_METRICS",
-    "RegisterService",
-]
+from averaging.elastic.register import REGISTER_METRICS as REGISTER_METRICS, RegisterService as RegisterService

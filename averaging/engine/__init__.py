@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from averaging.engine.engine import TextModel, Unfollowed, VersionLoaded
-from averaging.engine.messages import GenerationJob, TextPiece
-from averaging.engine.server import EngineServer
-
-__all__ = ["EngineServer", "GenerationJob", "TextModel", "TextPiece", "Unfollowed", "VersionLoaded", "load_model"]
+from averaging.engine.engine import TextModel as TextModel, Unfollowed as Unfollowed, VersionLoaded as VersionLoaded
+from averaging.engine.messages import GenerationJob as GenerationJob, TextPiece as TextPiece
+from averaging.engine.server import EngineServer as EngineServer
 
 
 def load_model(folder: str | Path, *, device: str = "cpu", dtype: str = "auto", bare: bool = False) -> TextModel:

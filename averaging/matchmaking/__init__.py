@@ -5,17 +5,7 @@ and `follower_side`, which asks other peers to lead. `search_state` is one searc
 peers.
 """
 
-from averaging.matchmaking.matchmaking import Matchmaking
-from averaging.matchmaking.memory import Arrivals, Conduct
-from averaging.matchmaking.rules import LEAST_SEARCH, Quorum
-from averaging.matchmaking.search_state import NoGroupError, SearchConfig
-
-__all__ = [
-    "LEAST_SEARCH",
-    "Arrivals",
-    "Conduct",
-    "Matchmaking",
-    "NoGroupError",
-    "Quorum",
-    "SearchConfig",
-]
+from averaging.matchmaking.matchmaking import Matchmaking as Matchmaking
+from averaging.matchmaking.memory import Arrivals as Arrivals, Conduct as Conduct
+from averaging.matchmaking.rules import LEAST_SEARCH as LEAST_SEARCH, Quorum as Quorum
+from averaging.matchmaking.search_state import NoGroupError as NoGroupError, SearchConfig as SearchConfig

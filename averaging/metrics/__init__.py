@@ -5,29 +5,15 @@ an interpreter that stands still), `listener` (HTTP).
 """
 
 from averaging.metrics.catalog import (
-    CERTIFICATE_METRICS,
-    PEER_METRICS,
-    PROCESS_METRICS,
-    Distribution,
-    Metric,
-    MetricKind,
-    Samples,
-    certificate_samples,
-    counter,
-    gauge,
+    CERTIFICATE_METRICS as CERTIFICATE_METRICS,
+    PEER_METRICS as PEER_METRICS,
+    PROCESS_METRICS as PROCESS_METRICS,
+    Distribution as Distribution,
+    Metric as Metric,
+    MetricKind as MetricKind,
+    Samples as Samples,
+    certificate_samples as certificate_samples,
+    counter as counter,
+    gauge as gauge,
 )
-from averaging.metrics.listener import MetricsListener
-
-__all__ = [
-    "CERTIFICATE_METRICS",
-    "PEER_METRICS",
-    "PROCESS_METRICS",
-    "Distribution",
-    "Metric",
-    "MetricKind",
-    "MetricsListener",
-    "Samples",
-    "certificate_samples",
-    "counter",
-    "gauge",
-]
+from averaging.metrics.listener import MetricsListener as MetricsListener

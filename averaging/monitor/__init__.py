@@ -4,18 +4,13 @@ Read in this order: `snapshot` (a run at one moment, and the same as JSON), `his
 a peer), `collector` (asks the peers), `table` (a snapshot as text), `screen` (the same in a terminal, with Textual).
 """
 
-from averaging.monitor.collector import Collector
-from averaging.monitor.screen import TopApp
-from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, clean, snapshot_json
-from averaging.monitor.table import as_text
-
-__all__ = [
-    "Collector",
-    "Json",
-    "PeerView",
-    "RunSnapshot",
-    "TopApp",
-    "as_text",
-    "clean",
-    "snapshot_json",
-]
+from averaging.monitor.collector import Collector as Collector
+from averaging.monitor.screen import TopApp as TopApp
+from averaging.monitor.snapshot import (
+    Json as Json,
+    PeerView as PeerView,
+    RunSnapshot as RunSnapshot,
+    clean as clean,
+    snapshot_json as snapshot_json,
+)
+from averaging.monitor.table import as_text as as_text

@@ -3,30 +3,15 @@
 Read in this order: `peer`, `topics` (what is averaged under which name), `rounds`.
 """
 
-from averaging.peer.lifecycle import DiscoveryFactory, PeerContext
-from averaging.peer.peer import FetchedState, Peer
+from averaging.peer.lifecycle import DiscoveryFactory as DiscoveryFactory, PeerContext as PeerContext
+from averaging.peer.peer import FetchedState as FetchedState, Peer as Peer
 from averaging.peer.topics import (
-    Adopt,
-    ExpectedAtFirst,
-    ExpectedPeers,
-    RoundOptions,
-    SparseFeedback,
-    StopSearch,
-    Topic,
-    TopicOptions,
+    Adopt as Adopt,
+    ExpectedAtFirst as ExpectedAtFirst,
+    ExpectedPeers as ExpectedPeers,
+    RoundOptions as RoundOptions,
+    SparseFeedback as SparseFeedback,
+    StopSearch as StopSearch,
+    Topic as Topic,
+    TopicOptions as TopicOptions,
 )
-
-__all__ = [
-    "Adopt",
-    "DiscoveryFactory",
-    "ExpectedAtFirst",
-    "ExpectedPeers",
-    "FetchedState",
-    "Peer",
-    "PeerContext",
-    "RoundOptions",
-    "SparseFeedback",
-    "StopSearch",
-    "Topic",
-    "TopicOptions",
-]

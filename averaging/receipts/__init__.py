@@ -5,67 +5,37 @@ that a peer keeps, in memory and in a file), `explanation` (the causes in words)
 (of a peer and its training), `drift` (members that differ although they should not).
 """
 
-from averaging.receipts.drift import Drift, DriftCheck, DriftKind
-from averaging.receipts.explanation import Round, describe, explain
-from averaging.receipts.progress import TrainingPace, TrainingProgress
+from averaging.receipts.drift import Drift as Drift, DriftCheck as DriftCheck, DriftKind as DriftKind
+from averaging.receipts.explanation import Round as Round, describe as describe, explain as explain
+from averaging.receipts.progress import TrainingPace as TrainingPace, TrainingProgress as TrainingProgress
 from averaging.receipts.receipt import (
-    Account,
-    DropCode,
-    Dropped,
-    LateArrival,
-    Outcome,
-    Receipt,
-    Role,
-    Straggler,
+    Account as Account,
+    DropCode as DropCode,
+    Dropped as Dropped,
+    LateArrival as LateArrival,
+    Outcome as Outcome,
+    Receipt as Receipt,
+    Role as Role,
+    Straggler as Straggler,
 )
-from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read, to_json
+from averaging.receipts.receipt_log import (
+    ReceiptBook as ReceiptBook,
+    ReceiptLog as ReceiptLog,
+    Recorded as Recorded,
+    Watched as Watched,
+    dumps as dumps,
+    read as read,
+    to_json as to_json,
+)
 from averaging.receipts.status import (
-    MAX_READERS,
-    UNSAVED,
-    Finish,
-    PeerStatus,
-    ReadByService,
-    TrainingStatus,
-    WeightReader,
-    check_rate,
-    rate_in,
+    MAX_READERS as MAX_READERS,
+    UNSAVED as UNSAVED,
+    Finish as Finish,
+    PeerStatus as PeerStatus,
+    ReadByService as ReadByService,
+    TrainingStatus as TrainingStatus,
+    WeightReader as WeightReader,
+    check_rate as check_rate,
+    rate_in as rate_in,
 )
-from averaging.receipts.totals import UNKNOWN_LANE, Totals, waited_in
-
-__all__ = [
-    "MAX_READERS",
-    "UNKNOWN_LANE",
-    "UNSAVED",
-    "Account",
-    "Drift",
-    "DriftCheck",
-    "DriftKind",
-    "DropCode",
-    "Dropped",
-    "Finish",
-    "LateArrival",
-    "Outcome",
-    "PeerStatus",
-    "ReadByService",
-    "Receipt",
-    "ReceiptBook",
-    "ReceiptLog",
-    "Recorded",
-    "Role",
-    "Round",
-    "Straggler",
-    "Totals",
-    "TrainingPace",
-    "TrainingProgress",
-    "TrainingStatus",
-    "Watched",
-    "WeightReader",
-    "check_rate",
-    "describe",
-    "dumps",
-    "explain",
-    "rate_in",
-    "read",
-    "to_json",
-    "waited_in",
-]
+from averaging.receipts.totals import UNKNOWN_LANE as UNKNOWN_LANE, Totals as Totals, waited_in as waited_in

@@ -4,36 +4,18 @@ Read in this order: `credentials` (what a peer presents and accepts), `ca` (the 
 run).
 """
 
-from averaging.security.ca import Issued, issue, make_authority
+from averaging.security.ca import Issued as Issued, issue as issue, make_authority as make_authority
 from averaging.security.credentials import (
-    EXPIRES_SOON,
-    Credentials,
-    PrivateKey,
-    Tls,
-    hosts_of,
-    is_issued_by,
-    is_open_to_others,
-    local_credentials,
-    read_credentials,
-    read_tls,
-    read_tokens,
-    validity_problem,
+    EXPIRES_SOON as EXPIRES_SOON,
+    Credentials as Credentials,
+    PrivateKey as PrivateKey,
+    Tls as Tls,
+    hosts_of as hosts_of,
+    is_issued_by as is_issued_by,
+    is_open_to_others as is_open_to_others,
+    local_credentials as local_credentials,
+    read_credentials as read_credentials,
+    read_tls as read_tls,
+    read_tokens as read_tokens,
+    validity_problem as validity_problem,
 )
-
-__all__ = [
-    "EXPIRES_SOON",
-    "Credentials",
-    "Issued",
-    "PrivateKey",
-    "Tls",
-    "hosts_of",
-    "is_issued_by",
-    "is_open_to_others",
-    "issue",
-    "local_credentials",
-    "make_authority",
-    "read_credentials",
-    "read_tls",
-    "read_tokens",
-    "validity_problem",
-]

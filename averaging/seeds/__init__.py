@@ -3,7 +3,5 @@
 `sources` asks one source once, `etcd` is the one in which peers also write, `seeds` keeps what all have answered.
 """
 
-from averaging.seeds.seeds import FoundSeeds, Seeds, look_up
-from averaging.seeds.sources import expand_hostlist
-
-__all__ = ["FoundSeeds", "Seeds", "expand_hostlist", "look_up"]
+from averaging.seeds.seeds import FoundSeeds as FoundSeeds, Seeds as Seeds, look_up as look_up
+from averaging.seeds.sources import expand_hostlist as expand_hostlist

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from msgspec import Struct, convert
 
-from averaging.common import pack as pack_value
-from averaging.common import pack_user, unpack
+from averaging.common import pack as pack_value, pack_user, unpack
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import DownloadData, Resume, WireTensor
 from averaging.tensors import (

@@ -4,8 +4,6 @@ Read in this order: `transport` (peers call each other in memory), `discovery` (
 `virtual_time` (an event loop whose seconds take no time).
 """
 
-from averaging.testing import virtual_time
-from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
-from averaging.testing.transport import MemoryNetwork, MemoryTransport
-
-__all__ = ["MemoryDiscovery", "MemoryNetwork", "MemoryRegistry", "MemoryTransport", "virtual_time"]
+from averaging.testing import virtual_time as virtual_time
+from averaging.testing.discovery import MemoryDiscovery as MemoryDiscovery, MemoryRegistry as MemoryRegistry
+from averaging.testing.transport import MemoryNetwork as MemoryNetwork, MemoryTransport as MemoryTransport

@@ -18,8 +18,7 @@ from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.receipts.receipt import DropCode, Outcome
 from averaging.timing.deadlines import MIN_WAITS
 from tests.allreduce.faults import DISCOVERY_DOWN, LOWER, STOPPED, TIMEOUT, UPPER, World
-from tests.support import leaks
-from tests.support import simulated_processes as processes
+from tests.support import leaks, simulated_processes as processes
 from tests.support.selection import one_in
 
 FAULTS = [

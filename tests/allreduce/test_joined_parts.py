@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.allreduce import Part
 from averaging.allreduce.part_forms import forms_of

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.allreduce.part_forms import Part, forms_of
 from averaging.allreduce.partition import busiest_link, packed_sizes, partition, shares

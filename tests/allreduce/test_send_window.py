@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.allreduce import stream_limits
 from averaging.allreduce.stream_limits import (
@@ -20,8 +19,7 @@ from averaging.allreduce.stream_limits import (
 )
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
-from averaging.testing import transport as memory
-from averaging.testing import virtual_time
+from averaging.testing import transport as memory, virtual_time
 from tests.support.rounds import Simulation, assert_close
 
 NODES = [Member(f"peer:{number}") for number in range(1, 5)]

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.allreduce import Part
 from averaging.allreduce.round_tally import (

@@ -8,8 +8,7 @@ import shlex
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.cli import peer as events
 from averaging.common import plain

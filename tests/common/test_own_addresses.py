@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.common import address_for_others, are_same, is_name_of, is_own, loopback_here
-from averaging.common import addresses as own_addresses
+from averaging.common import address_for_others, addresses as own_addresses, are_same, is_name_of, is_own, loopback_here
 
 
 def interfaces(monkeypatch: pytest.MonkeyPatch, own: set[str], names: dict[str, list[str]], fqdn: str) -> None:

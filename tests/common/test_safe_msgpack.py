@@ -15,8 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from msgspec.msgpack import Ext
 
 from averaging.common.safe_msgpack import MAX_DEPTH, check_portable, pack, pack_user, unpack

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from averaging.dashboard import CurvePoint, DashboardServer
-from averaging.dashboard import server as server_module
+from averaging.dashboard import CurvePoint, DashboardServer, server as server_module
 from averaging.errors import ConfigError
 from tests.dashboard.dashboards import ENDPOINTS, NOW, FakeRun, peer, receipt, view
 from tests.support import certificates

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from averaging.dashboard import CurvePoint, RunHistory
-from averaging.dashboard import history as history_module
+from averaging.dashboard import CurvePoint, RunHistory, history as history_module
 from averaging.receipts import Account, Outcome
 from tests.dashboard.dashboards import ENDPOINTS, NOW, receipt
 

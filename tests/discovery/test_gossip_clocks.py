@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.discovery.gossip.clock_offsets import STALE_SECONDS, ClockOffsets
 from averaging.testing import virtual_time

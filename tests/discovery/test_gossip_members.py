@@ -8,8 +8,7 @@ import random
 from collections import Counter, deque
 from typing import cast
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.discovery.gossip.access import GossipAccess, GossipSettings
 from averaging.discovery.gossip.membership import RING, BroadcastBranch, BroadcastRing, Membership, all_others

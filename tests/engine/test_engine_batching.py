@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.engine import GenerationJob
 from averaging.engine.engine import Engine, next_batch

@@ -6,8 +6,7 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.rl.feed.batch_formation import exact_sum, form_batch, reservations
 

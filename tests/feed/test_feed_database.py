@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.database import KEY_SECONDS, Database

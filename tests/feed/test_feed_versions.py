@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from averaging.errors import ConfigError
 from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData

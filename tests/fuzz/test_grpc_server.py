@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from averaging import Peer
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, WireTensor

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import CompressionType, MeanOver, TopK, WireTensor

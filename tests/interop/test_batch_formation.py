@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from averaging.rl.feed.batch_formation import exact_sum, form_batch, reservations
 from tests.interop.atropos import library

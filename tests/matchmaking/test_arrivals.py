@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.matchmaking.memory import (
     MIN_LATE_FRACTION,

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
 

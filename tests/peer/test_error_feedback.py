@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.allreduce import Part, Prepared, ReplyResidual, RoundResult, changes
 from averaging.config import PeerConfig

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.common.options import ADDRESSES_TO_DIAL
 from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds

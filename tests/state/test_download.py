@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from msgspec import msgpack
 
 from averaging.errors import PeerUnreachableError, StateError

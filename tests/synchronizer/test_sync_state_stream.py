@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.rl.synchronizer.state_stream import (

@@ -13,8 +13,14 @@ import torch
 
 from averaging import ClosedError, ConfigError, StateError, TensorError
 from averaging.errors import WaitTimeoutError
-from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, WeightReceiver, WeightSender
-from averaging.rl.synchronizer import synchronizer as synchronizing
+from averaging.rl.synchronizer import (
+    RunningStatus,
+    Synchronizer,
+    SynchronizerConfig,
+    WeightReceiver,
+    WeightSender,
+    synchronizer as synchronizing,
+)
 from averaging.rl.synchronizer.synchronizer import LATEST_FILE, VERSION_FILE
 from averaging.testing import virtual_time
 

@@ -14,8 +14,14 @@ import torch
 
 from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer, TLSFiles
 from averaging.errors import CallRefusedError, PeerUnreachableError, WaitTimeoutError
-from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, WeightReceiver, methods
-from averaging.rl.synchronizer import synchronizer as synchronizing
+from averaging.rl.synchronizer import (
+    RunningStatus,
+    Synchronizer,
+    SynchronizerConfig,
+    WeightReceiver,
+    methods,
+    synchronizer as synchronizing,
+)
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService
 from averaging.rpc import RpcChannel, RpcServer

@@ -6,8 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import WireTensor

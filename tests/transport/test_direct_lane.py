@@ -19,8 +19,7 @@ from averaging import Outcome, Receipt
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
-from averaging.transport.direct import opening
-from averaging.transport.direct import transport as lanes
+from averaging.transport.direct import opening, transport as lanes
 from averaging.transport.direct.frames import (
     FROM_CALLER,
     HELLO_BYTES,

@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol.group import MAX_TRIM, Aggregation, AggregationKind, ReplyForm

@@ -11,8 +11,7 @@ from dataclasses import replace
 import grpc
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging import Peer
 from averaging.errors import CallRefusedError, PeerUnreachableError

@@ -6,8 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.rpc import TensorMessage, TensorReader, tensor_messages

@@ -7,8 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode, encode

@@ -13,8 +13,7 @@ from averaging import WeightPublisher
 from averaging.errors import CallRefusedError, StateError
 from averaging.rl.synchronizer import Synchronizer, SynchronizerConfig, WeightReceiver, methods, service
 from averaging.rpc import RpcChannel, RpcServer
-from averaging.weights import FollowerOptions, ModelReceiver
-from averaging.weights import publisher as publishing
+from averaging.weights import FollowerOptions, ModelReceiver, publisher as publishing
 from averaging.wire import synchronizer_pb2 as wire
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

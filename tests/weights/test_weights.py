@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor, wait as wait_for
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,7 @@ from averaging import (
 )
 from averaging.errors import CallRefusedError, ListenError
 from averaging.rpc import EventLoopThread, RpcServer, read_credentials
-from averaging.weights import Staleness
-from averaging.weights import publisher as publishing
+from averaging.weights import Staleness, publisher as publishing
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from tests.support.certificates import token_file, write
 from tests.support.ports import free_address, free_port

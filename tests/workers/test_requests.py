@@ -9,8 +9,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.rl.workers import Compute, Handle, HookName, ModelWorker, Payload, SampleBatch

@@ -9,7 +9,5 @@ reads), `etcd_discovery` (puts them together).
 docs/design/decisions/discovery.md has the reasons.
 """
 
-from averaging.discovery.etcd.etcd_discovery import EtcdDiscovery
-from averaging.discovery.etcd.layout import EtcdSettings
-
-__all__ = ["EtcdDiscovery", "EtcdSettings"]
+from averaging.discovery.etcd.etcd_discovery import EtcdDiscovery as EtcdDiscovery
+from averaging.discovery.etcd.layout import EtcdSettings as EtcdSettings

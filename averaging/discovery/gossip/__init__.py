@@ -16,27 +16,20 @@ Read the modules in this order:
 docs/design/decisions/discovery.md has the reasons and the costs.
 """
 
-from averaging.discovery.gossip.access import GossipSettings
-from averaging.discovery.gossip.bootstrap import Waiting
-from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.record import Author, Identity, Reason, RecordLimits, UnsignedIdentity
-from averaging.discovery.gossip.record_discovery import RecordDiscovery
-from averaging.discovery.gossip.record_table import Change, RecordStore, RecordTable
-
-__all__ = [
-    "Author",
-    "Change",
-    "ClockOffsets",
-    "GossipDiscovery",
-    "GossipSettings",
-    "Identity",
-    "Reason",
-    "RecordDiscovery",
-    "RecordLimits",
-    "RecordStore",
-    "RecordTable",
-    "UnsignedIdentity",
-    "Waiting",
-    "peers_key",
-]
+from averaging.discovery.gossip.access import GossipSettings as GossipSettings
+from averaging.discovery.gossip.bootstrap import Waiting as Waiting
+from averaging.discovery.gossip.clock_offsets import ClockOffsets as ClockOffsets
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery as GossipDiscovery, peers_key as peers_key
+from averaging.discovery.gossip.record import (
+    Author as Author,
+    Identity as Identity,
+    Reason as Reason,
+    RecordLimits as RecordLimits,
+    UnsignedIdentity as UnsignedIdentity,
+)
+from averaging.discovery.gossip.record_discovery import RecordDiscovery as RecordDiscovery
+from averaging.discovery.gossip.record_table import (
+    Change as Change,
+    RecordStore as RecordStore,
+    RecordTable as RecordTable,
+)

@@ -8,34 +8,23 @@ are too old; pure), `database` (the run on disk), `server` (what all requests mu
 `clients` (the trainer's and the environment's side).
 """
 
-from averaging.rl.feed.clients import Batch, BatchFeed, Connection, FeedEnvironment, message_in, retry_pauses, split_url
-from averaging.rl.feed.messages import (
-    MAX_VERSIONS,
-    EnvStatus,
-    Posted,
-    Registered,
-    RegisterEnv,
-    Registration,
-    ScoredData,
+from averaging.rl.feed.clients import (
+    Batch as Batch,
+    BatchFeed as BatchFeed,
+    Connection as Connection,
+    FeedEnvironment as FeedEnvironment,
+    message_in as message_in,
+    retry_pauses as retry_pauses,
+    split_url as split_url,
 )
-from averaging.rl.feed.run_state import CommandEvent
-from averaging.rl.feed.server import FeedServer
-
-__all__ = [
-    "MAX_VERSIONS",
-    "Batch",
-    "BatchFeed",
-    "CommandEvent",
-    "Connection",
-    "EnvStatus",
-    "FeedEnvironment",
-    "FeedServer",
-    "Posted",
-    "RegisterEnv",
-    "Registered",
-    "Registration",
-    "ScoredData",
-    "message_in",
-    "retry_pauses",
-    "split_url",
-]
+from averaging.rl.feed.messages import (
+    MAX_VERSIONS as MAX_VERSIONS,
+    EnvStatus as EnvStatus,
+    Posted as Posted,
+    Registered as Registered,
+    RegisterEnv as RegisterEnv,
+    Registration as Registration,
+    ScoredData as ScoredData,
+)
+from averaging.rl.feed.run_state import CommandEvent as CommandEvent
+from averaging.rl.feed.server import FeedServer as FeedServer

@@ -7,7 +7,9 @@ that is away, and versions), `environment` (tasks and rollouts of verifiers), `c
 that bring none), `runner` (groups, their way to the feed, and what is counted and told).
 """
 
-from averaging.rl.rollouts.runner import ROLLOUT_METRICS, Rollouts, RolloutTally
-from averaging.rl.rollouts.samples import RolloutOptions, TruncatedMode
-
-__all__ = ["ROLLOUT_METRICS", "RolloutOptions", "RolloutTally", "Rollouts", "TruncatedMode"]
+from averaging.rl.rollouts.runner import (
+    ROLLOUT_METRICS as ROLLOUT_METRICS,
+    Rollouts as Rollouts,
+    RolloutTally as RolloutTally,
+)
+from averaging.rl.rollouts.samples import RolloutOptions as RolloutOptions, TruncatedMode as TruncatedMode

@@ -5,17 +5,11 @@ Read in this order: `coordination` (statuses, versions and waits as pure decisio
 messages), `groups` (weights by collectives of torch.distributed).
 """
 
-from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig, SyncMethod
-from averaging.rl.synchronizer.groups import WeightReceiver, WeightSender
-from averaging.rl.synchronizer.remote import RemoteSynchronizer
-from averaging.rl.synchronizer.synchronizer import Synchronizer
-
-__all__ = [
-    "RemoteSynchronizer",
-    "RunningStatus",
-    "SyncMethod",
-    "Synchronizer",
-    "SynchronizerConfig",
-    "WeightReceiver",
-    "WeightSender",
-]
+from averaging.rl.synchronizer.coordination import (
+    RunningStatus as RunningStatus,
+    SynchronizerConfig as SynchronizerConfig,
+    SyncMethod as SyncMethod,
+)
+from averaging.rl.synchronizer.groups import WeightReceiver as WeightReceiver, WeightSender as WeightSender
+from averaging.rl.synchronizer.remote import RemoteSynchronizer as RemoteSynchronizer
+from averaging.rl.synchronizer.synchronizer import Synchronizer as Synchronizer

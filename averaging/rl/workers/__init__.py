@@ -6,50 +6,32 @@ needs). At a worker: `model_worker` (its requests, calls of backends and hooks),
 tensors, and their transfers).
 """
 
-from averaging.rl.workers.backend import Backend, Dataset, ListDataset, Sample, SampleBatch
-from averaging.rl.workers.data_manager import DataManager, Redistributor
-from averaging.rl.workers.master_worker import MasterWorker, StepResult
-from averaging.rl.workers.model_worker import WORKER_METRICS, ModelWorker
-from averaging.rl.workers.plan import (
-    Average,
-    Call,
-    Evaluate,
-    HookName,
-    Model,
-    ModelShardID,
-    Offload,
-    ParamRealloc,
-    Plan,
-    Save,
-    Topology,
+from averaging.rl.workers.backend import (
+    Backend as Backend,
+    Dataset as Dataset,
+    ListDataset as ListDataset,
+    Sample as Sample,
+    SampleBatch as SampleBatch,
 )
-from averaging.rl.workers.requests import Compute, DatasetSpec, Handle, Payload
-
-__all__ = [
-    "WORKER_METRICS",
-    "Average",
-    "Backend",
-    "Call",
-    "Compute",
-    "DataManager",
-    "Dataset",
-    "DatasetSpec",
-    "Evaluate",
-    "Handle",
-    "HookName",
-    "ListDataset",
-    "MasterWorker",
-    "Model",
-    "ModelShardID",
-    "ModelWorker",
-    "Offload",
-    "ParamRealloc",
-    "Payload",
-    "Plan",
-    "Redistributor",
-    "Sample",
-    "SampleBatch",
-    "Save",
-    "StepResult",
-    "Topology",
-]
+from averaging.rl.workers.data_manager import DataManager as DataManager, Redistributor as Redistributor
+from averaging.rl.workers.master_worker import MasterWorker as MasterWorker, StepResult as StepResult
+from averaging.rl.workers.model_worker import WORKER_METRICS as WORKER_METRICS, ModelWorker as ModelWorker
+from averaging.rl.workers.plan import (
+    Average as Average,
+    Call as Call,
+    Evaluate as Evaluate,
+    HookName as HookName,
+    Model as Model,
+    ModelShardID as ModelShardID,
+    Offload as Offload,
+    ParamRealloc as ParamRealloc,
+    Plan as Plan,
+    Save as Save,
+    Topology as Topology,
+)
+from averaging.rl.workers.requests import (
+    Compute as Compute,
+    DatasetSpec as DatasetSpec,
+    Handle as Handle,
+    Payload as Payload,
+)

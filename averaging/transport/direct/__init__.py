@@ -4,6 +4,4 @@
 (`averaging.direct.v1.Direct/Open`), and gRPC carries the parts where it cannot be had.
 """
 
-from averaging.transport.direct.transport import DirectTransport
-
-__all__ = ["DirectTransport"]
+from averaging.transport.direct.transport import DirectTransport as DirectTransport

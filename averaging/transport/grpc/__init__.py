@@ -20,55 +20,32 @@ if tuple(map(int, metadata.version("grpcio").split(".")[:2])) <= (1, 85):  # lat
 _ours = _SETTINGS.keys() - os.environ.keys()
 os.environ.update({name: _SETTINGS[name] for name in _ours})
 
-from averaging.transport.grpc.authentication import claim_checker
+from averaging.transport.grpc.authentication import claim_checker as claim_checker
 from averaging.transport.grpc.channel_options import (
-    CONNECT_SECONDS,
-    HANDSHAKE_SECONDS,
-    IDLE_SECONDS,
-    KEEPALIVE_SECONDS,
-    SILENCE_SECONDS,
-    SMALL_BYTES,
-    WRITE_BYTES_PER_SECOND,
-    WRITE_SECONDS,
+    CONNECT_SECONDS as CONNECT_SECONDS,
+    HANDSHAKE_SECONDS as HANDSHAKE_SECONDS,
+    IDLE_SECONDS as IDLE_SECONDS,
+    KEEPALIVE_SECONDS as KEEPALIVE_SECONDS,
+    SILENCE_SECONDS as SILENCE_SECONDS,
+    SMALL_BYTES as SMALL_BYTES,
+    WRITE_BYTES_PER_SECOND as WRITE_BYTES_PER_SECOND,
+    WRITE_SECONDS as WRITE_SECONDS,
 )
-from averaging.transport.grpc.channels import MAX_MESSAGE_BYTES, RpcChannel
+from averaging.transport.grpc.channels import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES, RpcChannel as RpcChannel
 from averaging.transport.grpc.conversion import (
-    AVERAGING_DATA,
-    MessageCopier,
-    TensorReader,
-    tensor_messages,
+    AVERAGING_DATA as AVERAGING_DATA,
+    MessageCopier as MessageCopier,
+    TensorReader as TensorReader,
+    tensor_messages as tensor_messages,
 )
-from averaging.transport.grpc.dialling import Dialling, check_listen
-from averaging.transport.grpc.etcd import EtcdCluster
-from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
-from averaging.transport.grpc.transport import GrpcTransport
-from averaging.wire.runtime_pb2 import Tensor as TensorMessage
+from averaging.transport.grpc.dialling import Dialling as Dialling, check_listen as check_listen
+from averaging.transport.grpc.etcd import EtcdCluster as EtcdCluster
+from averaging.transport.grpc.methods import GET_SCHEMA as GET_SCHEMA, GET_STATUS as GET_STATUS, RECORD as RECORD
+from averaging.transport.grpc.transport import GrpcTransport as GrpcTransport
+from averaging.wire.runtime_pb2 import Tensor
 
-__all__ = [
-    "AVERAGING_DATA",
-    "CONNECT_SECONDS",
-    "GET_SCHEMA",
-    "GET_STATUS",
-    "HANDSHAKE_SECONDS",
-    "IDLE_SECONDS",
-    "KEEPALIVE_SECONDS",
-    "MAX_MESSAGE_BYTES",
-    "RECORD",
-    "SILENCE_SECONDS",
-    "SMALL_BYTES",
-    "WRITE_BYTES_PER_SECOND",
-    "WRITE_SECONDS",
-    "Dialling",
-    "EtcdCluster",
-    "GrpcTransport",
-    "MessageCopier",
-    "RpcChannel",
-    "TensorMessage",
-    "TensorReader",
-    "check_listen",
-    "claim_checker",
-    "tensor_messages",
-]
+TensorMessage = Tensor
+
 
 for _name in _ours:
     del os.environ[_name]

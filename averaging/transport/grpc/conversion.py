@@ -35,8 +35,7 @@ from averaging.tensors import (
 )
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, check_count
 from averaging.wire import averaging_pb2, runtime_pb2
-from averaging.wire.runtime_pb2 import CompressionType as WireCompression
-from averaging.wire.runtime_pb2 import Tensor as TensorMessage
+from averaging.wire.runtime_pb2 import CompressionType as WireCompression, Tensor as TensorMessage
 
 Content = TypeVar("Content")
 

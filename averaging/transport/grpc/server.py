@@ -35,8 +35,7 @@ from averaging.transport import (
     linger,
     rpc_caller,
 )
-from averaging.transport.grpc import channel_options as headers
-from averaging.transport.grpc import methods
+from averaging.transport.grpc import channel_options as headers, methods
 from averaging.transport.grpc.authentication import Callers, claim_checker, denial, host_of, server_credentials
 from averaging.transport.grpc.channel_options import (
     REQUEST_SECONDS,

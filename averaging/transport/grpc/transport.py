@@ -23,8 +23,7 @@ from averaging.receipts import PeerStatus, Watched
 from averaging.security import Credentials
 from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, Lane, RpcHandler, RpcService, handlers_of
-from averaging.transport.grpc import channel_options as headers
-from averaging.transport.grpc import methods
+from averaging.transport.grpc import channel_options as headers, methods
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.dialling import Dialling, check_listen, is_on_loopback, warn_of_loopback
 from averaging.transport.grpc.error_mapping import quieten
