@@ -1,7 +1,5 @@
 """All-reduce rounds on the memory network in virtual time, compared with the mean."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

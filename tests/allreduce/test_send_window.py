@@ -1,7 +1,5 @@
 """The send window, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator

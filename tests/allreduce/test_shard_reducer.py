@@ -1,7 +1,5 @@
 """Reducers of a shard: the weighted average, robust rules and sparse contributions, against naive references."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Stragglers, compared with a naive reference, and the digests of averages."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The convergence benchmark: the library ends where its plain reference does; cells are trained, recorded and shown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

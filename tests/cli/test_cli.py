@@ -1,7 +1,5 @@
 """`averaging` as people and programs run it: real processes, real files, real signals."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

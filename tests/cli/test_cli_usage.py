@@ -1,7 +1,5 @@
 """Wrong usage: exit code 2, the option by its name, what to do instead, and nothing is read or written."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

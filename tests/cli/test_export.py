@@ -1,7 +1,5 @@
 """`averaging export`: a model's folder from a checkpoint or a peer's state, and every way in which it cannot be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes and values are those of the package msgpack; bytes of others are a value or a ValueError."""
 
-from __future__ import annotations
-
 import decimal
 import enum
 import math

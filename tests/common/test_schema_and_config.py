@@ -1,7 +1,5 @@
 """Schemas, their hash and first difference; options and addresses."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from enum import Enum

@@ -1,7 +1,5 @@
 """Tests of the page of a run. Those in a browser run with `make test-dashboard`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

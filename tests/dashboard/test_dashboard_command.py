@@ -1,7 +1,5 @@
 """`averaging dashboard` as a process: it starts, says who can read the page, and ends in order."""
 
-from __future__ import annotations
-
 import signal
 
 import httpx

@@ -1,7 +1,5 @@
 """The tests of deploy/, which `make test-deploy` runs."""
 
-from __future__ import annotations
-
 import pytest
 
 

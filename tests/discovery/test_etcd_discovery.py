@@ -1,7 +1,5 @@
 """Discovery in etcd, on the model: outages, leases, compaction, strangers, and what a peer holds."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

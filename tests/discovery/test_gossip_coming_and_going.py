@@ -1,7 +1,5 @@
 """Gossip between peers that join, leave, die, return, or are cut off, in virtual time, and what is logged."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator

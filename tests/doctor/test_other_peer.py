@@ -1,7 +1,5 @@
 """What `averaging doctor` says about a peer to join: each fault under its own name, with real peers and sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a job's nodes keep in a register: authentic, brought back when it is lost, and the same at all."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

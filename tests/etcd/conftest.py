@@ -1,7 +1,5 @@
 """Tests with a real etcd server, which `make test-etcd` runs."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass

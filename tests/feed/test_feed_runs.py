@@ -1,7 +1,5 @@
 """Complete runs: the server, environments and ranks in separate processes that are killed and restarted."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Members, shares, parts and group bits, written from the protocol page in the simplest way."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

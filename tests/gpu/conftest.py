@@ -1,7 +1,5 @@
 """Everything with tensors on a GPU, which `make test-gpu` runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

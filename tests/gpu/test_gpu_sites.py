@@ -1,7 +1,5 @@
 """Several ranks that are one peer, with their model on a GPU: FSDP2 and DDP over NCCL and gloo, and torchrun."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

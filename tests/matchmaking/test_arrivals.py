@@ -1,7 +1,5 @@
 """When members began to look for a group, which late arrival is reported, and peers that nobody can reach."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """Rounds of many peers in virtual time: groups become full, no peer waits for ever, and the mean is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

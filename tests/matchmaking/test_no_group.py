@@ -1,7 +1,5 @@
 """The reason of a receipt without a group, with whole peers that gossip in virtual time: four causes, four messages."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The decisions of matchmaking: answers to join requests, which peers to ask, and when to ask again."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the keys of `averaging top` do, and how peers are shown; without a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace

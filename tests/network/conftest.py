@@ -1,7 +1,5 @@
 """Tests with bad paths between two sites in network namespaces, which `make test-network` runs as root."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

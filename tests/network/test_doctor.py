@@ -1,7 +1,5 @@
 """`averaging doctor` finds what is wrong on the way to a peer, and says so: real processes, real faults."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

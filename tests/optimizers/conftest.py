@@ -1,7 +1,5 @@
 """The tests of optimizers of other packages, which `make test-optimizers` installs and runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.fixtures import nothing_is_left_behind, start

@@ -1,7 +1,5 @@
 """Error feedback: all that was sent plus the residual equals all inputs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults of real processes and connections after some normal rounds: learned deadlines keep the delay small."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whole rounds with peers that know the wire contract alone, in every role."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence

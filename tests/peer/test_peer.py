@@ -1,7 +1,5 @@
 """Whole peers on real gRPC and gossip, in one process: modes, tensors of all kinds, the lock, bad input."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """The state of whole peers on real gRPC and gossip: what donors offer, and what newcomers take over."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The receipts of one round at all its members: they fit together, also when somebody is lost on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

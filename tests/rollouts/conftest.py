@@ -1,7 +1,5 @@
 """Tests of rollouts. Those with the real verifiers are run by `make test-integrations`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

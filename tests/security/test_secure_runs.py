@@ -1,7 +1,5 @@
 """Whole runs between processes with certificates and tokens, set up by the commands of SECURITY.md."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Who may call whom, on real sockets: certificates, tokens, names."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

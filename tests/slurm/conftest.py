@@ -1,7 +1,5 @@
 """A cluster of Slurm on this machine, which `make test-slurm` runs as root: munged, slurmctld and four slurmds."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

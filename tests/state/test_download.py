@@ -1,7 +1,5 @@
 """Donors that are cut or change: what is kept of them, and who is asked again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """DiLoCo around its arithmetic, and what it shares with GradientAveraging: delays, failures, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The end of runs whose peers end their loops at different times, on virtual time: all hold one set of weights."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,5 @@
 """Peers of unequal speed in processes of their own: nobody waits for the slow one, and none of its steps is lost."""
 
-from __future__ import annotations
-
 from benchmarks.unequal import Machine, measure, summary
 
 STEP = 0.02

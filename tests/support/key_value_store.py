@@ -1,7 +1,5 @@
 """What a key-value store must do, see `averaging.transport.KeyValueStore`: held against the model and a real etcd."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing

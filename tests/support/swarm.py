@@ -1,7 +1,5 @@
 """Whole peers on the memory network and memory discovery, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence

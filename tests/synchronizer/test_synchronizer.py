@@ -1,7 +1,5 @@
 """`Synchronizer` in one process: waits, modules, checkpoints, versions over restarts, get_actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps

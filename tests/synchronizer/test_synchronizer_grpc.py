@@ -1,7 +1,5 @@
 """`averaging.synchronizer.v1.Synchronizer` between processes and loops: methods, sessions, cuts, TLS, tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable

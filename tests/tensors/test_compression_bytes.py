@@ -1,7 +1,5 @@
 """The exact bytes of every codec, compared with naive numpy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

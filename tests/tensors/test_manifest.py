@@ -1,7 +1,5 @@
 """What all ways of sending tensors share: dtypes, descriptions, pieces, and bytes that arrive in order."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

@@ -1,7 +1,5 @@
 """Learned deadlines: bounds, adaptation, robustness against outliers, and the fair clock."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

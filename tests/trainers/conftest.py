@@ -1,7 +1,5 @@
 """The tests of averaging.integrations with the real libraries, which `make test-integrations` runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

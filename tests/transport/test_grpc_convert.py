@@ -1,7 +1,5 @@
 """The bytes of every message: there and back, and what is no such message."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from enum import Enum

@@ -1,7 +1,5 @@
 """What is told of a failed call: what gRPC says of it, whose words its timers decide, and what services refuse."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -1,7 +1,5 @@
 """Every method over loopback sockets, and how calls end when all goes well."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """What strangers and slow peers can take of a peer: headers, connections, streams, time. All of it is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -1,7 +1,5 @@
 """Calls through an HTTP proxy that was asked for, and none through the proxies of other programs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

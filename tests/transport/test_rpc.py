@@ -1,7 +1,5 @@
 """Methods of rooms above the core, on real sockets: all shapes of a call, errors, tokens, TLS, a peer's own port."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable

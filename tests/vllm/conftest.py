@@ -4,8 +4,6 @@ vLLM's wheel has no kernels for the CPU, so nothing is generated here. The model
 layers, the worker's methods of weight transfer and the HTTP routes are vLLM's own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A request runs once, however often it is sent; the order of a flush; data of messages."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine

@@ -1,7 +1,5 @@
 """Master and model workers on real sockets: the requests of a master, 10,000 of them, tokens, strangers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing
