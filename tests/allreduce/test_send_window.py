@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import stream_limits
-from averaging.allreduce.stream_limits import (
-    MAX_HOLD_SECONDS,
-    MIN_PARTS,
-    SendWindow,
-    send_limits,
-)
+from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, MIN_PARTS, SendWindow, send_limits
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
 from averaging.testing import transport as memory

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce import Part
-from averaging.allreduce.round_tally import (
-    Lag,
-    RoundResult,
-    RoundTally,
-    find_straggler,
-)
+from averaging.allreduce.round_tally import Lag, RoundResult, RoundTally, find_straggler
 from averaging.allreduce.stream_limits import send_limits
 from averaging.protocol.group import Group, Member, Mode
 from averaging.receipts.receipt import DropCode, Dropped, Straggler

@@ -49,12 +49,7 @@ class Cluster:
         self, name: str, *, tokens: tuple[str, ...] = (), settings: EtcdSettings = SETTINGS
     ) -> EtcdDiscovery:
         client = self.etcd.client()
-        discovery = EtcdDiscovery(
-            *("run", name, client),
-            tokens=tokens,
-            clock=virtual_time.clock,
-            settings=settings,
-        )
+        discovery = EtcdDiscovery(*("run", name, client), tokens=tokens, clock=virtual_time.clock, settings=settings)
         self.clients[discovery] = client
         await self._stack.enter_async_context(discovery)
         await discovery.follow(KEY)

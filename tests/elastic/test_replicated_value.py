@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
-from averaging.elastic.rendezvous_state import (
-    FORGOTTEN,
-    Fenced,
-    ReplicatedValue,
-    Seal,
-    Sealed,
-)
+from averaging.elastic.rendezvous_state import FORGOTTEN, Fenced, ReplicatedValue, Seal, Sealed
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
 KEY = "elastic/job/state"
@@ -49,13 +43,7 @@ class Place:
         self, writer: str = "a", tokens: tuple[str, ...] = TOKENS, world: str = "1:2", ahead: float = 0.0
     ) -> ReplicatedValue:
         return ReplicatedValue(
-            self,
-            KEY,
-            tokens,
-            writer=writer,
-            world=world,
-            clock=lambda: self.now + ahead,
-            monotonic=lambda: self.now,
+            self, KEY, tokens, writer=writer, world=world, clock=lambda: self.now + ahead, monotonic=lambda: self.now
         )
 
 

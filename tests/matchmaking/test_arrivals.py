@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.matchmaking.memory import (
-    MIN_LATE_FRACTION,
-    MIN_LATE_SECONDS,
-    RENEWAL_SECONDS,
-    Arrivals,
-)
+from averaging.matchmaking.memory import MIN_LATE_FRACTION, MIN_LATE_SECONDS, RENEWAL_SECONDS, Arrivals
 from averaging.receipts.explanation import explain
 from averaging.receipts.receipt import LateArrival, Receipt
 from tests.support.selection import rest_is_long

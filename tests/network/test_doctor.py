@@ -65,12 +65,7 @@ class TwoPeers:
         process.expect("ready")
         return process
 
-    def examine(
-        self,
-        *options: str,
-        advertise: str = NAMES["a"],
-        listen: str = "0.0.0.0",
-    ) -> Report:
+    def examine(self, *options: str, advertise: str = NAMES["a"], listen: str = "0.0.0.0") -> Report:
         """Runs the doctor at a."""
         done = self.sites.run(
             *("a", "python", "-m", "averaging", "doctor", "--run-id", "run", "--join", PEER, "--json"),

@@ -10,9 +10,7 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging.errors import (
-    StateError,
-)
+from averaging.errors import StateError
 from averaging.protocol.group import donors_key
 from averaging.state import ExtraState
 from averaging.tensors.shared_tensors import in_thread

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
-from averaging.errors import (
-    TensorError,
-)
+from averaging.errors import TensorError
 from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge

@@ -56,18 +56,11 @@ class Donors:
             yield message
 
     async def fetch(
-        self,
-        schema: Schema | None = SCHEMA,
-        declared: Mapping[str, float] | None = None,
+        self, schema: Schema | None = SCHEMA, declared: Mapping[str, float] | None = None
     ) -> tuple[State, str]:
         readers: list[StateAssembler] = []
         return await download(
-            cast(Any, self),
-            list(self.states),
-            schema,
-            silence=5.0,
-            declared=declared,
-            on_progress=readers.append,
+            cast(Any, self), list(self.states), schema, silence=5.0, declared=declared, on_progress=readers.append
         )
 
 

@@ -96,9 +96,7 @@ DUMB = {
 
 @pytest.mark.parametrize("code", DUMB)
 @pytest.mark.parametrize(
-    "values",
-    [GOLDEN, np.random.default_rng(5).standard_normal((3, 701)).astype(np.float32)],
-    ids=["by hand", "normal"],
+    "values", [GOLDEN, np.random.default_rng(5).standard_normal((3, 701)).astype(np.float32)], ids=["by hand", "normal"]
 )
 def test_golden_bytes(code: CompressionType, values: Array) -> None:
     wire = encode(torch.tensor(values), code)

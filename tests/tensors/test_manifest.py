@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import WireTensor
-from averaging.tensors import (
-    STATE_DTYPES,
-    TensorBuffer,
-    TensorInfo,
-    check_tensors,
-    chunks_of,
-    view_memory,
-)
+from averaging.tensors import STATE_DTYPES, TensorBuffer, TensorInfo, check_tensors, chunks_of, view_memory
 
 
 @given(st.binary(max_size=40), st.integers(1, 9))

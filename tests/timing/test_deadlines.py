@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.timing.deadlines import (
-    LIFETIME,
-    MAX_WAITS,
-    MIN_WAITS,
-    Deadline,
-    Deadlines,
-    FairClock,
-    Phase,
-    size_class,
-)
+from averaging.timing.deadlines import LIFETIME, MAX_WAITS, MIN_WAITS, Deadline, Deadlines, FairClock, Phase, size_class
 
 waits = st.lists(st.floats(0, 1e4), min_size=MIN_WAITS, max_size=3 * MAX_WAITS)
 

@@ -8,13 +8,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    ClosedError,
-    PeerUnreachableError,
-    ProtocolViolationError,
-)
+from averaging.errors import AveragingError, CallRefusedError, ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
 from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call
 from tests.support.grpc_fakes import (

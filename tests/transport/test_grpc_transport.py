@@ -6,18 +6,8 @@ from contextlib import aclosing
 
 import pytest
 
-from averaging.protocol.messages import (
-    AveragingData,
-    MessageCode,
-)
-from tests.support.grpc_fakes import (
-    FakePeer,
-    client,
-    number_of,
-    part,
-    parts,
-    serving,
-)
+from averaging.protocol.messages import AveragingData, MessageCode
+from tests.support.grpc_fakes import FakePeer, client, number_of, part, parts, serving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
