@@ -11,11 +11,6 @@ from tests.support.certificates import write
 from tests.support.ports import free_port
 
 
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m etcd`: the server need not be installed for the other tests."""
-    return None if config.option.markexpr == "etcd" else True
-
-
 @dataclass
 class Etcd:
     """A server with mutual TLS."""

@@ -35,12 +35,6 @@ def feed(served: Feed) -> Feed:
     return served
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
     options = {"poll": 0.05, "retry_timeout": 30.0} | changes.pop("options", {})
     processes = [

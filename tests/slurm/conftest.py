@@ -22,11 +22,6 @@ NODES = [f"127.0.0.{number}" for number in range(11, 15)]
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
 
 
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m slurm`: Slurm need not be installed for the other tests."""
-    return None if config.option.markexpr == "slurm" else True
-
-
 def until(condition: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

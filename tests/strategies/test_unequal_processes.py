@@ -7,7 +7,7 @@ STEP = 0.02
 
 def test_processes_of_unequal_speed_lose_no_step_with_a_quorum() -> None:
     """The share of the time that is spent in training depends on what else runs here; `benchmarks.unequal` has it."""
-    machines = [Machine("fast", STEP), Machine("fast", STEP), Machine("slow", 40 * STEP)]
+    machines = [Machine("fast", STEP), Machine("fast", STEP), Machine("slow", 10 * STEP)]
     figures = summary(measure(machines, 2, 40, 6.0), {})
     assert figures["failed"] == ""
     assert figures["rounds"] >= 3

@@ -12,11 +12,6 @@ from tests.support.training import Run
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with one of two markers: their libraries need not be installed for the other tests."""
-    return None if config.option.markexpr in ("integrations", "posttrain") else True
-
-
 @pytest.fixture
 def run() -> Iterator[Run]:
     """A run with peers that no trainer trains."""

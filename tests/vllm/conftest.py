@@ -15,11 +15,6 @@ import torch
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m vllm`: vLLM has an environment of its own."""
-    return None if config.option.markexpr == "vllm" else True
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama with grouped key and value heads, as transformers saves it."""
