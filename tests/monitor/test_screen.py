@@ -61,10 +61,10 @@ def shown(app: TopApp) -> str:
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 2), (80, 24), (300, 100)])
 async def test_every_size_can_be_shown(size: tuple[int, int]) -> None:
-    async with screen(run(64), size) as (app, pilot):
+    async with screen(run(16), size) as (app, pilot):
         for key in ("down", "right", "end", "w", "escape", "enter", "escape"):
             await pilot.press(key)
-        assert len(rows(app)) == 64
+        assert len(rows(app)) == 16
         app.show(RunSnapshot(NOW, "", ()))
         await pilot.press("enter")
         assert rows(app) == []
