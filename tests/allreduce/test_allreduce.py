@@ -1,15 +1,17 @@
 """All-reduce rounds on the memory network in virtual time, compared with the mean."""
 
+import asyncio
 import itertools
 import random
 
 import pytest
 import torch
 
+from averaging.allreduce import RoundResult
 from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.testing import virtual_time
-from tests.support.rounds import Simulation, assert_close, nodes
+from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 from tests.support.selection import rest_is_long
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
@@ -58,6 +60,24 @@ def test_clients_and_auxiliaries(clients: int, auxiliaries: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(after, simulation.before[member.endpoint], strict=True))
         else:
             assert_close(after, simulation.mean(), 1e-6)
+
+
+@pytest.mark.parametrize("seed", rest_is_long(range(20), 5))
+def test_a_member_that_leaves_announces_it(seed: int) -> None:
+    simulation = Simulation(seed, nodes(3), [(200,)])
+    took = 0.0
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(0.01 * (seed + 1) / 2)
+        await simulation.cancel(tasks["peer:3"])
+        await asyncio.wait([tasks["peer:1"], tasks["peer:2"]])
+        took = asyncio.get_running_loop().time()
+
+    virtual_time.run(simulation.run(leave))
+    assert took < STALL_TIMEOUT  # no deadline had to pass
+    for name in ("peer:1", "peer:2"):
+        simulation.assert_between_the_means(name, ["peer:1", "peer:2"])
 
 
 @pytest.mark.parametrize("seed", rest_is_long(range(40), 10))

@@ -201,6 +201,17 @@ def test_a_full_disk_is_waited_for(feed: Feed) -> None:
         assert trained == [[2 * i, 2 * i + 1] for i in range(4)]
 
 
+def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCaptureFixture) -> None:
+    with BatchFeed(feed.url, registration(5)) as batches, FeedEnvironment(feed.url, environment()) as env:
+        batches._register()
+        batches._request_batch()
+        env.register()
+        for _ in range(2):
+            batches._request_batch()
+    said = [record.name for record in caplog.records if "batch_size 5 is not a multiple" in record.getMessage()]
+    assert said == ["averaging.rl.feed.clients"] * 2
+
+
 def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> None:
     with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
         batches._register()

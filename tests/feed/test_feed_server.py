@@ -453,6 +453,27 @@ async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
         assert (await client.get("/status")).json()["queue_size"] == 1
 
 
+async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Any] = []
+    async with serving(env_timeout=0.05, on_event=events.append) as client:
+        await begin(client)
+        reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
+        # The other one has posted, so the time of this one begins as it registers.
+        await client.post("/scored_data_list", json=[GROUP | {"env_id": 0}] * 4)
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1
+        async with asyncio.timeout(30):
+            while (await client.get("/batch")).json()["batch"] is None:
+                pass
+        assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
+        await client.post("/scored_data", json=GROUP | {"env_id": 1})
+        assert "silent_environments" not in (await client.get("/status")).json()
+    assert {"silent", "returned"} <= {event.name for event in events}
+    lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]
+    assert ["posts nothing" in lines[0], "is back" in lines[1]] == [True, True]
+    assert all(line.isprintable() for line in lines)
+
+
 @pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
 async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
     async with FeedServer(":memory:", listen=listen) as feed:
