@@ -1,7 +1,5 @@
 """Benchmarks. Ctrl+C ends each program with exit status 130 and one line that names the results written so far."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import TracebackType

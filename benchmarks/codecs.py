@@ -18,8 +18,6 @@ contributions, reduces its shard, decodes all replies, and writes them back.
     python -m benchmarks.codecs            # two minutes; the results go to codecs.json
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -219,12 +217,7 @@ def main() -> None:
         parser.error("there must be at least 4 MiB and 1 pass")
     make_folder(parser, options.output)
     threads = list(dict.fromkeys((1, torch.get_num_threads())))
-    results: dict[str, Any] = machine() | {
-        "torch": torch.__version__,
-        "mib": options.mib,
-        "codes": [],
-        "sparse": None,
-    }
+    results: dict[str, Any] = machine() | {"torch": torch.__version__, "mib": options.mib, "codes": [], "sparse": None}
     for name in options.codes:
         say(name)
         if name == "top_k":

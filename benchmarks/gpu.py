@@ -10,8 +10,6 @@ Of a strategy that waits for its rounds about everything is lost. The exit code 
 less than 80 % of the plain one. The results go to `gpu.json`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import sys

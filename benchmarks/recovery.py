@@ -10,8 +10,6 @@ not recovered after a minute, the next kill uses four new ones. The results go t
 this library did not recover.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """What benchmarks share: the folder of the results, turns of several systems, tables, and targets."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -19,8 +19,6 @@ code is 1 if a peer failed or its samples are not in the averages. `--scale 20 -
 pauses and absences of seconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import sys

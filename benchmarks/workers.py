@@ -5,8 +5,6 @@ answers with what it returns, as {"event": "average"} with values. It ends at th
 hivemind's environment does not have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -26,12 +24,7 @@ ROOT = Path(__file__).parent.parent
 START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
 """Seconds for a process to start, to answer a command, and to end."""
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HIVEMIND_LOGLEVEL": "ERROR",
-}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HIVEMIND_LOGLEVEL": "ERROR"}
 
 
 class WorkerError(Exception):

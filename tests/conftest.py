@@ -3,6 +3,7 @@
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+HERE = Path(__file__).parent
+ONLY_WITH = {
+    **{folder: (folder,) for folder in ("deploy", "etcd", "gpu", "network", "optimizers", "slurm", "vllm")},
+    "trainers": ("integrations", "posttrain"),
+    "dashboard/test_browser_page.py": ("browser",),
+    "rollouts/test_rollouts_command.py": ("integrations",),
+    "rollouts/test_served_rollouts.py": ("integrations",),
+    "rollouts/test_verifiers_rollouts.py": ("integrations",),
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Looks at these only with `-m` and one of their markers: what they need is not there for the other tests."""
+    path = collection_path.relative_to(HERE) if collection_path.is_relative_to(HERE) else Path()
+    markers = ONLY_WITH.get(path.as_posix()) or ONLY_WITH.get(path.parts[0] if path.parts else "")
+    return True if markers and config.option.markexpr not in markers else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,5 @@
 """A schedule-free SGD, as small as it can be, for tests that run without other packages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

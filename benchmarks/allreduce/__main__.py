@@ -16,8 +16,6 @@ are missing. `make bench-hivemind` creates one in .venv-hivemind and runs a part
     python -m benchmarks.allreduce --hivemind /tmp/hivemind/bin/python
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import statistics

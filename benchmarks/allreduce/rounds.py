@@ -1,7 +1,5 @@
 """The processes of a system, and its rounds: for `benchmarks.allreduce`, `benchmarks.wan` and `benchmarks.recovery`."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence

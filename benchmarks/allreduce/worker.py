@@ -196,9 +196,7 @@ class Hivemind:
         codecs = {"none": hivemind.compression.NoCompression, "fp16": hivemind.compression.Float16Compression}
         self._least = options.least or options.peers
         self._dht = hivemind.DHT(
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-            initial_peers=[options.join] if options.join else [],
-            start=True,
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"], initial_peers=[options.join] if options.join else [], start=True
         )
         self.address = str(self._dht.get_visible_maddrs()[0])
         self._averager: Any = hivemind.averaging.DecentralizedAverager(

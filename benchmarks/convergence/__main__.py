@@ -16,8 +16,6 @@ examples:
   python -m benchmarks.convergence --merge FILE --report         the page, from what is recorded
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

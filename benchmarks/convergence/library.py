@@ -1,7 +1,5 @@
 """The library's peers in one process: each trains in a thread of its own, and they average over gRPC on loopback."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

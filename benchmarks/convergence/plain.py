@@ -5,8 +5,6 @@ members compute: contributions as their receivers decode them, their mean, and t
 the codecs are the library's, whose own references are in its tests.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate

@@ -16,8 +16,6 @@ verified. The first round of each is not counted; of the others the best counts,
 links need what `benchmarks.wan` needs. The results go to `following_TARGET.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

@@ -1,7 +1,5 @@
 """A process of the benchmark of followers: the publisher, a follower, or an end of the HTTP or TCP baseline."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools

@@ -14,8 +14,6 @@ The results go to `scale.json`. Ctrl+C ends all processes, and the results so fa
     python -m benchmarks.scale --real 2 4 8 --simulate  # a minute; an option without numbers omits that part
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

@@ -3,8 +3,6 @@
 Part of `benchmarks.scale`.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import sys

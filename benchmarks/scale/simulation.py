@@ -4,8 +4,6 @@ Part of `benchmarks.scale`, which runs each simulation in its own process. A mes
 encoded or signed, and a record at many peers is one object, so that memory per peer is that of its tables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

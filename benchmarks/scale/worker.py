@@ -3,8 +3,6 @@
 Moments are of the clock that all processes of a machine share (CLOCK_MONOTONIC).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -22,8 +22,6 @@ with the true mean; the first one is not counted. The seconds of a round are tho
 The results go to `wan.json`. The exit code is 1 if any round failed or was wrong, 2 if the links cannot be set up.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ Prints the bytes/s that this peer receives while the first `--senders` peers sen
 the second half of `--seconds`, when TCP has reached its rate.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

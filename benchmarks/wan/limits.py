@@ -1,7 +1,5 @@
 """The limits in seconds that the links of the WAN benchmark allow, and the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

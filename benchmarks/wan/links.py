@@ -5,8 +5,6 @@ upload is limited at its own end, like a machine's on its network card. The hub 
 relay's device (`benchmarks.wan.relay`), which delays it by half a round trip. The download is limited at the hub's end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ Run it in a network namespace that routes traffic into the device. It prints `re
 each line on stdin, its cost so far and its maximum lateness since the last one. It ends at the end of stdin.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import gc

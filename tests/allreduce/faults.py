@@ -1,7 +1,5 @@
 """Faults of one peer among complete peers in virtual time: which fault, in which role, and when."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import random

@@ -1,7 +1,5 @@
 """All-reduce rounds in TOP_K on the memory network, and a reference of what they should bring."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

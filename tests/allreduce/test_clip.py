@@ -1,7 +1,5 @@
 """Clipping of gradients to a norm, against torch's own and against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Members whose parts or replies are just fast enough for each deadline: the others go on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, TypeVar

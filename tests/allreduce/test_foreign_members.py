@@ -1,7 +1,5 @@
 """Foreign members that break the protocol, leave, fail or die, as senders and as reducers: the others go on."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values that overflow or are no numbers, and bytes that are no tensor: no member adopts them from a hostile one."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Small slices of tensors that travel together, and large parts."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

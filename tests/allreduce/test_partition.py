@@ -1,7 +1,5 @@
 """Shares are compared with bisection, parts with a count of every element."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

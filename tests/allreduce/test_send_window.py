@@ -1,7 +1,5 @@
 """The send window, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -11,12 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from averaging.allreduce import stream_limits
-from averaging.allreduce.stream_limits import (
-    MAX_HOLD_SECONDS,
-    MIN_PARTS,
-    SendWindow,
-    send_limits,
-)
+from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, MIN_PARTS, SendWindow, send_limits
 from averaging.protocol.group import Member
 from averaging.protocol.messages import AveragingData
 from averaging.testing import transport as memory, virtual_time

@@ -1,7 +1,5 @@
 """Reducers of a shard: the weighted average, robust rules and sparse contributions, against naive references."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Mapping
@@ -27,12 +25,7 @@ from averaging.tensors import BlockLayout, Contribution, SparsePart, SparseTenso
 from tests.allreduce.sparse_rounds import dumb_average
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    senders=st.integers(0, 5),
-    parts=st.integers(1, 5),
-    with_local=st.booleans(),
-)
+@given(seed=st.integers(0, 2**32), senders=st.integers(0, 5), parts=st.integers(1, 5), with_local=st.booleans())
 def test_every_part_is_the_average_of_the_senders_that_delivered_it(
     seed: int, senders: int, parts: int, with_local: bool
 ) -> None:

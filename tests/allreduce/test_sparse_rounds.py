@@ -1,7 +1,5 @@
 """Rounds in TOP_K on the memory network in virtual time, compared with an average that is computed slowly."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Stragglers, compared with a naive reference, and the digests of averages."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -9,12 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from averaging.allreduce import Part
-from averaging.allreduce.round_tally import (
-    Lag,
-    RoundResult,
-    RoundTally,
-    find_straggler,
-)
+from averaging.allreduce.round_tally import Lag, RoundResult, RoundTally, find_straggler
 from averaging.allreduce.stream_limits import send_limits
 from averaging.protocol.group import Group, Member, Mode
 from averaging.receipts.receipt import DropCode, Dropped, Straggler

@@ -1,7 +1,5 @@
 """Senders that are stuck or lost delay the round only briefly; a suspended reducer drops no sender."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

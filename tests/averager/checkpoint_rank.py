@@ -4,8 +4,6 @@ Run by torchrun as `-m tests.averager.checkpoint_rank DIRECTORY save|load`. Rank
 the parameters in the end, and what was not sent of its shard.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -3,8 +3,6 @@
 `test_on_a_device` runs it in a process of its own, because torch knows the device until its process ends.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

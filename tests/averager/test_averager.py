@@ -1,7 +1,5 @@
 """The averager as an optimizer, alone in its run, on the memory network."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

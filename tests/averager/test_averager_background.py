@@ -1,7 +1,5 @@
 """The thread in which a peer runs: its results, and that no caller waits forever however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of an averager that is alone in its run, on the memory network."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

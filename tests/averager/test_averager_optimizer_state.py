@@ -1,7 +1,5 @@
 """An optimizer's state, packed, through msgpack, and loaded into another optimizer of the same kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The averager as a peer, alone in its run, on the memory network."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

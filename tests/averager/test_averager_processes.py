@@ -1,7 +1,5 @@
 """Averagers that train together over gRPC, each with a thread of its own, in one process or in several."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import signal

@@ -1,7 +1,5 @@
 """`BlockingPeer`: rounds and states without asyncio, over real sockets."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint saves a site with FSDP2 and loads it in new processes, which go on as if never ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

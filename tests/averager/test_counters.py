@@ -1,7 +1,5 @@
 """Integer buffers take the largest value among the members of a round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which members of a group differ, in what, and which of them are right."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Peers that differ are named over gRPC: in the log, in receipts, in the status, and by the commands."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Peers that should be equal and are not are named in their next round; others are not named."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What an optimizer changes in its parameter groups travels with its state; hyperparameters do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which peers are ahead, and which step together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs the tests of `on_a_device`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of parameters in an optimizer get what rounds write to the parameters, if they are named or known."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

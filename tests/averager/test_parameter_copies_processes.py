@@ -1,7 +1,5 @@
 """Rounds, late changes, outer steps and downloads reach the copies of parameters that an optimizer keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

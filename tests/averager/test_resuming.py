@@ -1,7 +1,5 @@
 """A download that is cut goes on where it ended: what travels again, and whom the reader believes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Peers with a schedule-free optimizer average all of its sequences, and end with the same weights to evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

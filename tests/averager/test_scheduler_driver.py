@@ -1,7 +1,5 @@
 """A scheduler that the averager drives is at the step of its run, also if that goes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

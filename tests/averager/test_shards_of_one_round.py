@@ -1,7 +1,5 @@
 """A site whose model is divided adopts a round only if all its shards met the same rounds of the same sites."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

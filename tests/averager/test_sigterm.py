@@ -1,7 +1,5 @@
 """The cost of a peer's end for the others: by SIGTERM, by SIGKILL, and with its own signal handler."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import ExitStack

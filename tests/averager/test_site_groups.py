@@ -1,7 +1,5 @@
 """The groups in which the ranks of a site talk about their averager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

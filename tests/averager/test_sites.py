@@ -1,7 +1,5 @@
 """Sites of several ranks: they equal peers of one process, and all their ranks go the same way."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack, closing
 from functools import partial

@@ -1,7 +1,5 @@
 """The example of two sites with FSDP2, one of which loses a node and takes it back."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names of tensors without the prefixes of wrappers, and their digests."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,7 +1,5 @@
 """What the averager knows of the model: names, buffers, and whether the tensors are still the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A newcomer refuses invalid states and changes nothing then."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast

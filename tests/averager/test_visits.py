@@ -1,7 +1,5 @@
 """One `opt.step()` with a round visits so many functions in so many files: what a reader has to know. It only falls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType

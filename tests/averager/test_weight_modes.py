@@ -1,7 +1,5 @@
 """The modes of a schedule-free optimizer at an averager that is alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

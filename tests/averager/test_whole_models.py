@@ -1,7 +1,5 @@
 """What the averager knows of the model: buffers become equal, and `finish` and a warning name what differs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 Run as `python -m tests.averager.worker WAY`.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """The convergence benchmark: the library ends where its plain reference does; cells are trained, recorded and shown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("case", "apart"),
-    [
-        (diloco(4, "int8"), 1e-5),
-        (top_k(4, 16, 2), 0.0),
-        (replace(CASES["muon-top-k-32-2bit-h15"], every=4), 0.0),
-    ],
+    [(diloco(4, "int8"), 1e-5), (top_k(4, 16, 2), 0.0), (replace(CASES["muon-top-k-32-2bit-h15"], every=4), 0.0)],
     ids=["int8", "top-k", "Muon, top-k"],
 )
 def test_the_library_and_the_reference_end_alike_if_the_members_have_the_same_order(case: Case, apart: float) -> None:

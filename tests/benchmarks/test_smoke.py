@@ -1,7 +1,5 @@
 """Each benchmark runs with its smallest input; wrong arguments are told before anything is measured."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

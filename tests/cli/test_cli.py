@@ -1,7 +1,5 @@
 """`averaging` as people and programs run it: real processes, real files, real signals."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -108,10 +106,7 @@ def test_several_files_are_averaged_without_a_run(start: Start, files: list[Path
     save_file({"layer.bias": torch.ones(7)}, tmp_path / "other.safetensors")
     for arguments, complaint in [
         ((files[0], tmp_path / "other.safetensors", "--output", tmp_path / "no"), "differs from"),
-        (
-            (*files, "--join", "127.0.0.1:1", "--output", tmp_path / "no"),
-            "leave out --join; a peer of a run",
-        ),
+        ((*files, "--join", "127.0.0.1:1", "--output", tmp_path / "no"), "leave out --join; a peer of a run"),
         ((*files, "--weight", "2", "--output", tmp_path / "no"), "leave out --weight"),
         (files, "give --output"),
     ]:

@@ -1,7 +1,5 @@
 """Events for programs and lines for people, whatever strangers put into them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Files of the command line: what cannot be used is refused by name, what is written is whole."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

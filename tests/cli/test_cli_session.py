@@ -1,7 +1,5 @@
 """When `averaging peer` tries again, gives up and writes, and what signals do to it; its peer follows a script."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

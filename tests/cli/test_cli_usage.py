@@ -1,7 +1,5 @@
 """Wrong usage: exit code 2, the option by its name, what to do instead, and nothing is read or written."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -93,6 +91,8 @@ def test_a_wrong_option_is_named_with_its_remedy(
         (["ca", "init", "--days", "nan"], "--days"),
         (["ca", "issue", "a", "--client-mode", "--days", "nan"], "finite number of days from 0.001 to 36500"),
         (["register", "--listen", "0.0.0.0:0", "--advertise", "192.0.2.7:0"], "--insecure"),
+        (["dashboard", "--join", "127.0.0.1:1", "--https-key", "k"], "--https-cert and --https-key belong together"),
+        (["dashboard", "--join", "127.0.0.1:1", "--listen", "0.0.0.0:0"], "give --https-cert and --https-key and"),
     ],
     ids=str,
 )

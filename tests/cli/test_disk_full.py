@@ -4,8 +4,6 @@ The limit of a file's size is a real error of the system's (`EFBIG`), at the sam
 rights; /dev/full is a full disk for what is written to a stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

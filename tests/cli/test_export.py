@@ -1,7 +1,5 @@
 """`averaging export`: a model's folder from a checkpoint or a peer's state, and every way in which it cannot be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,10 +67,7 @@ def test_a_state_file_has_its_version_and_frozen_weights_come_from_the_base(tmp_
     output = tmp_path / "model"
     result = export(tmp_path / "now.safetensors", "--config", base, "--output", output, "--json")
     done = json.loads(result.stdout)
-    assert done == {
-        "event": "done",
-        **{"version": 41, "tensors": 3, "bytes": 36, "frozen": 1, "output": str(output)},
-    }
+    assert done == {"event": "done", **{"version": 41, "tensors": 3, "bytes": 36, "frozen": 1, "output": str(output)}}
     written = load_folder(output)
     assert written["last.bias"].tolist() == [5.0, 5.0]
     assert written["mean"].tolist() == [7.0]

@@ -1,7 +1,5 @@
 """`averaging leave`, and the signals on which `averaging peer` leaves, with real processes."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack
 from itertools import dropwhile

@@ -1,7 +1,5 @@
 """Receipts over gRPC and on the command line: watched as they come, written down, and explained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

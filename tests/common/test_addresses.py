@@ -1,7 +1,5 @@
 """Which hosts a peer may dial if another peer supplied the address, and which hosts a certificate covers."""
 
-from __future__ import annotations
-
 import ipaddress
 
 import pytest

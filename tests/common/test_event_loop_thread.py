@@ -1,7 +1,5 @@
 """The thread in which a peer lives."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What calls say in their headers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The listening socket of HTTP servers: whose connections it accepts, and where it listens."""
 
-from __future__ import annotations
-
 import resource
 import socket
 from contextlib import ExitStack, suppress

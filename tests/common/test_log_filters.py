@@ -1,7 +1,5 @@
 """Errors that grpcio causes and that mean nothing are not logged; all others are."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Freed memory is kept where glibc can be configured."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Options from a file, the environment and arguments: which wins, and what errors say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes and values are those of the package msgpack; bytes of others are a value or a ValueError."""
 
-from __future__ import annotations
-
 import decimal
 import enum
 import math
@@ -31,11 +29,7 @@ scalars = st.one_of(
     st.datetimes(timezones=st.just(UTC)),
 )
 keys = st.integers(-(2**63), 2**64 - 1) | st.text(max_size=4) | st.binary(max_size=4)
-values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(keys, inner),
-    max_leaves=40,
-)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=20) | st.dictionaries(keys, inner), max_leaves=40)
 
 
 reference_pack = partial(msgpack.packb, datetime=True)

@@ -1,7 +1,5 @@
 """Schemas, their hash and first difference; options and addresses."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from enum import Enum
@@ -186,8 +184,7 @@ def test_a_client_has_a_name_but_no_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "kind"),
-    [("mode", Mode), ("compression", CompressionType), ("non_finite", NonFinite)],
+    ("option", "kind"), [("mode", Mode), ("compression", CompressionType), ("non_finite", NonFinite)]
 )
 def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
     for member in kind:
@@ -203,11 +200,7 @@ def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) ->
 def test_adopting_the_whole_never_uses_deltas() -> None:
     config, tensors = TunedConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     replies = {how: make_topic(config, tensors, adopt=how).schema.reply for how in Adopt}
-    assert replies == {
-        Adopt.AVERAGE: ReplyForm.DELTA,
-        Adopt.WHOLE: ReplyForm.AVERAGE,
-        Adopt.CHANGE: ReplyForm.DELTA,
-    }
+    assert replies == {Adopt.AVERAGE: ReplyForm.DELTA, Adopt.WHOLE: ReplyForm.AVERAGE, Adopt.CHANGE: ReplyForm.DELTA}
 
 
 def test_deltas_need_no_error_feedback() -> None:

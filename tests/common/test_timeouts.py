@@ -1,7 +1,5 @@
 """A timeout that several observers end at the same moment."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What a peer that was asked to leave still does, and who may ask it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager

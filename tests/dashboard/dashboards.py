@@ -1,7 +1,5 @@
 """A run for the page of the dashboard, whose views a test sends one by one, and receipts of such a run."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace

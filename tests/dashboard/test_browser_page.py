@@ -1,7 +1,5 @@
 """The page in a real Chromium: what it shows, how it is used, and that pages of other origins cannot read it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator

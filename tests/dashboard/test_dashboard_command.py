@@ -1,14 +1,9 @@
 """`averaging dashboard` as a process: it starts, says who can read the page, and ends in order."""
 
-from __future__ import annotations
-
 import signal
 
 import httpx
-import pytest
-from click.testing import CliRunner
 
-from averaging.cli import main
 from tests.support.processes import averaging_process
 
 
@@ -22,19 +17,3 @@ def test_it_serves_a_run_that_does_not_answer_until_it_is_ended() -> None:
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
         assert process.seen[-1] == {"event": "done"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "Missing option '--join'"),
-        (["--join", "nowhere"], "'nowhere' is not an address"),
-        (["--join", "127.0.0.1:1", "--listen", "0.0.0.0:0"], "give --https-cert and --https-key and --password-file"),
-        (["--join", "127.0.0.1:1", "--https-key", "k"], "--https-cert and --https-key belong together"),
-        (["--join", "127.0.0.1:1", "--password-file", "/missing"], "--password-file /missing cannot be read"),
-    ],
-)
-def test_wrong_usage_is_told_with_the_remedy(arguments: list[str], complaint: str) -> None:
-    done = CliRunner().invoke(main, ["dashboard", *arguments])
-    assert done.exit_code == 2
-    assert complaint in done.stderr

@@ -1,7 +1,5 @@
 """The server of the page over HTTP: what it serves, whom it refuses, and what open pages cost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

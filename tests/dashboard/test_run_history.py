@@ -1,7 +1,5 @@
 """What the page remembers of a run: rounds, curves, and who reduces for whom, within bounds."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

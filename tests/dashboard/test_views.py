@@ -1,7 +1,5 @@
 """What the page shows of a snapshot, and what it takes from real peers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

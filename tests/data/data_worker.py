@@ -5,8 +5,6 @@ with the samples after each step, `done` with the statistics, and `finished`. Af
 line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

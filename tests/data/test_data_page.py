@@ -1,7 +1,5 @@
 """docs/how-to/data.md: its code trains each sample once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

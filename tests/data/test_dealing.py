@@ -1,7 +1,5 @@
 """The dealing of blocks as a pure function: peers on virtual time that hear of each other late, come, leave and die."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """`RunSampler` in real processes that come and die, with loaders that fetch ahead, and alone."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """The Dockerfile and the compose file, as far as that is possible without a daemon."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

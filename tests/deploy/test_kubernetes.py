@@ -1,7 +1,5 @@
 """The manifests, against the schemas of Kubernetes, JobSet and Kubeflow Trainer."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The units of systemd: verified by systemd-analyze, and their commands started as systemd would start them."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

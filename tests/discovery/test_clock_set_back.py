@@ -1,7 +1,5 @@
 """A wall clock that is set during a search neither delays the end of the search nor causes it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator

@@ -1,11 +1,11 @@
 """The contract of discovery, for every implementation, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from inspect import Signature, signature
+from typing import Any
 
 import pytest
 
@@ -114,6 +114,18 @@ def simulate(request: pytest.FixtureRequest) -> Simulation:
     return Simulation(request.param)
 
 
+def between_two(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Makes a test of a scenario of two peers, which may have parameters besides."""
+
+    def test(simulate: Simulation, **parameters: Any) -> None:
+        simulate(lambda one, other: scenario(one, other, **parameters))
+
+    given = [each for name, each in signature(scenario).parameters.items() if name not in ("one", "other")]
+    own = signature(test).parameters["simulate"]
+    test.__signature__ = Signature([own, *given])  # type: ignore[attr-defined]
+    return test
+
+
 def later(seconds: float) -> float:
     return virtual_time.clock() + seconds
 
@@ -122,83 +134,73 @@ async def settle() -> None:
     await asyncio.sleep(0.5)
 
 
-def test_what_one_stores_the_other_reads(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        expiration = later(10)
-        await one.store(KEY, "x:1", b"value", expiration)
-        await one.store(KEY + "1", "y:1", b"", expiration)
-        assert one.get(KEY) == {"x:1": Entry(b"value", expiration)}  # the owner reads it at once
-        await settle()
-        for view in (one, other):
-            assert view.get(KEY) == {"x:1": Entry(b"value", expiration)}
-            assert view.get("run.nothing") == {}
-            assert view.knows("x:1")
-            assert view.knows("y:1")
-            assert not view.knows("z:1")
-            assert {"x:1", "y:1"} <= view.endpoints()
-
-    simulate(scenario)
+@between_two
+async def test_what_one_stores_the_other_reads(one: Discovery, other: Discovery) -> None:
+    expiration = later(10)
+    await one.store(KEY, "x:1", b"value", expiration)
+    await one.store(KEY + "1", "y:1", b"", expiration)
+    assert one.get(KEY) == {"x:1": Entry(b"value", expiration)}  # the owner reads it at once
+    await settle()
+    for view in (one, other):
+        assert view.get(KEY) == {"x:1": Entry(b"value", expiration)}
+        assert view.get("run.nothing") == {}
+        assert view.knows("x:1")
+        assert view.knows("y:1")
+        assert not view.knows("z:1")
+        assert {"x:1", "y:1"} <= view.endpoints()
 
 
-def test_a_later_record_replaces_an_earlier_one(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        await one.store(KEY, "x:1", b"1", later(10))
-        await settle()
-        await one.store(KEY, "x:1", b"2", expiration := later(5))
-        await settle()
-        assert other.get(KEY) == one.get(KEY) == {"x:1": Entry(b"2", expiration)}
-
-    simulate(scenario)
+@between_two
+async def test_a_later_record_replaces_an_earlier_one(one: Discovery, other: Discovery) -> None:
+    await one.store(KEY, "x:1", b"1", later(10))
+    await settle()
+    await one.store(KEY, "x:1", b"2", expiration := later(5))
+    await settle()
+    assert other.get(KEY) == one.get(KEY) == {"x:1": Entry(b"2", expiration)}
 
 
-def test_only_the_owner_withdraws_a_record(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        await one.store(KEY, "x:1", b"", later(10))
-        await settle()
-        await other.withdraw(KEY, "x:1")
-        await other.withdraw(KEY, "nothing:1")
-        await settle()
-        assert one.knows("x:1")
-        await one.withdraw(KEY, "x:1")
-        assert one.get(KEY) == {}
-        await settle()
-        for view in (one, other):
-            assert view.get(KEY) == {}
-            assert not view.knows("x:1")
-        await one.store(KEY, "x:1", b"again", later(10))
-        await settle()
-        assert other.get(KEY)["x:1"].value == b"again"
-
-    simulate(scenario)
+@between_two
+async def test_only_the_owner_withdraws_a_record(one: Discovery, other: Discovery) -> None:
+    await one.store(KEY, "x:1", b"", later(10))
+    await settle()
+    await other.withdraw(KEY, "x:1")
+    await other.withdraw(KEY, "nothing:1")
+    await settle()
+    assert one.knows("x:1")
+    await one.withdraw(KEY, "x:1")
+    assert one.get(KEY) == {}
+    await settle()
+    for view in (one, other):
+        assert view.get(KEY) == {}
+        assert not view.knows("x:1")
+    await one.store(KEY, "x:1", b"again", later(10))
+    await settle()
+    assert other.get(KEY)["x:1"].value == b"again"
 
 
-def test_a_record_is_gone_when_it_expires(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        await one.store(KEY, "x:1", b"", expiration := later(5))
-        await asyncio.sleep(expiration - virtual_time.clock() - 0.001)
-        assert one.get(KEY).keys() == other.get(KEY).keys() == {"x:1"}
-        await asyncio.sleep(expiration - virtual_time.clock() + 1e-6)
-        for view in (one, other):
-            assert view.get(KEY) == {}
-            assert not view.knows("x:1")
-            assert "x:1" not in view.endpoints()
-
-    simulate(scenario)
+@between_two
+async def test_a_record_is_gone_when_it_expires(one: Discovery, other: Discovery) -> None:
+    await one.store(KEY, "x:1", b"", expiration := later(5))
+    await asyncio.sleep(expiration - virtual_time.clock() - 0.001)
+    assert one.get(KEY).keys() == other.get(KEY).keys() == {"x:1"}
+    await asyncio.sleep(expiration - virtual_time.clock() + 1e-6)
+    for view in (one, other):
+        assert view.get(KEY) == {}
+        assert not view.knows("x:1")
+        assert "x:1" not in view.endpoints()
 
 
-def test_the_first_owner_holds_a_place_until_its_record_expires(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        await one.store(KEY, "x:1", b"first", later(5))
-        await settle()
-        await other.store(KEY, "x:1", b"second", later(20))
-        await settle()
-        await one.store(KEY, "x:1", b"renewed", later(5))
-        await settle()
-        assert one.get(KEY)["x:1"].value == other.get(KEY)["x:1"].value == b"renewed"
-        await asyncio.sleep(5)
-        assert one.get(KEY)["x:1"].value == other.get(KEY)["x:1"].value == b"second"
-
-    simulate(scenario)
+@between_two
+async def test_the_first_owner_holds_a_place_until_its_record_expires(one: Discovery, other: Discovery) -> None:
+    await one.store(KEY, "x:1", b"first", later(5))
+    await settle()
+    await other.store(KEY, "x:1", b"second", later(20))
+    await settle()
+    await one.store(KEY, "x:1", b"renewed", later(5))
+    await settle()
+    assert one.get(KEY)["x:1"].value == other.get(KEY)["x:1"].value == b"renewed"
+    await asyncio.sleep(5)
+    assert one.get(KEY)["x:1"].value == other.get(KEY)["x:1"].value == b"second"
 
 
 @pytest.mark.parametrize(
@@ -213,60 +215,54 @@ def test_the_first_owner_holds_a_place_until_its_record_expires(simulate: Simula
         (KEY, "x:1", b"", float("nan")),
     ],
 )
-def test_invalid_records_raise(simulate: Simulation, key: str, subkey: str, value: bytes, seconds: float) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        with pytest.raises(DiscoveryError, match="cannot store"):
-            await one.store(key, subkey, value, later(seconds))
-        assert one.get(key) == {}
-
-    simulate(scenario)
-
-
-def test_too_many_records_raise(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        async def store_many() -> None:
-            for number in range(257):
-                await one.store(KEY, f"x:{number}", b"%d" % number, later(100))
-
-        with pytest.raises(DiscoveryError, match="its owner has too many records"):
-            await store_many()
-        await one.store(KEY, "x:0", b"replaced", later(100))
-        await other.store(KEY, "y:1", b"", later(100))
-        await settle()
-        assert other.get(KEY) == one.get(KEY)
-        assert {"x:0", "x:254", "y:1"} <= other.get(KEY).keys()
-
-    simulate(scenario)
+@between_two
+async def test_invalid_records_raise(
+    one: Discovery, other: Discovery, key: str, subkey: str, value: bytes, seconds: float
+) -> None:
+    with pytest.raises(DiscoveryError, match="cannot store"):
+        await one.store(key, subkey, value, later(seconds))
+    assert one.get(key) == {}
 
 
-def test_watching_yields_at_once_and_at_every_change(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        for view in (one, other):
-            async with aclosing(view.watch(KEY)) as watching:
-                assert await anext(watching) == {}
-                await one.store(KEY, "x:1", b"1", later(10))
-                assert (await anext(watching))["x:1"].value == b"1"
-                await one.store(KEY, "x:1", b"2", expiration := later(2))
-                await one.store("run.other", "x:1", b"", later(2))
-                assert (await anext(watching))["x:1"].value == b"2"
-                assert await anext(watching) == {}
-                assert virtual_time.clock() == pytest.approx(expiration, abs=0.002)
+@between_two
+async def test_too_many_records_raise(one: Discovery, other: Discovery) -> None:
+    async def store_many() -> None:
+        for number in range(257):
+            await one.store(KEY, f"x:{number}", b"%d" % number, later(100))
 
-    simulate(scenario)
+    with pytest.raises(DiscoveryError, match="its owner has too many records"):
+        await store_many()
+    await one.store(KEY, "x:0", b"replaced", later(100))
+    await other.store(KEY, "y:1", b"", later(100))
+    await settle()
+    assert other.get(KEY) == one.get(KEY)
+    assert {"x:0", "x:254", "y:1"} <= other.get(KEY).keys()
 
 
-def test_watching_merges_changes_for_a_slow_reader(simulate: Simulation) -> None:
-    async def scenario(one: Discovery, other: Discovery) -> None:
-        async with aclosing(other.watch(KEY)) as watching:
+@between_two
+async def test_watching_yields_at_once_and_at_every_change(one: Discovery, other: Discovery) -> None:
+    for view in (one, other):
+        async with aclosing(view.watch(KEY)) as watching:
             assert await anext(watching) == {}
-            for number in range(10):
-                await one.store(KEY, f"x:{number}", b"", later(10))
-            await settle()
-            assert len(await anext(watching)) == 10
-            await one.withdraw(KEY, "x:0")
-            assert len(await anext(watching)) == 9
+            await one.store(KEY, "x:1", b"1", later(10))
+            assert (await anext(watching))["x:1"].value == b"1"
+            await one.store(KEY, "x:1", b"2", expiration := later(2))
+            await one.store("run.other", "x:1", b"", later(2))
+            assert (await anext(watching))["x:1"].value == b"2"
+            assert await anext(watching) == {}
+            assert virtual_time.clock() == pytest.approx(expiration, abs=0.002)
 
-    simulate(scenario)
+
+@between_two
+async def test_watching_merges_changes_for_a_slow_reader(one: Discovery, other: Discovery) -> None:
+    async with aclosing(other.watch(KEY)) as watching:
+        assert await anext(watching) == {}
+        for number in range(10):
+            await one.store(KEY, f"x:{number}", b"", later(10))
+        await settle()
+        assert len(await anext(watching)) == 10
+        await one.withdraw(KEY, "x:0")
+        assert len(await anext(watching)) == 9
 
 
 def test_leaving_withdraws_and_ends_watching(simulate: Simulation) -> None:

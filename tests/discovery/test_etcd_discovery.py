@@ -1,7 +1,5 @@
 """Discovery in etcd, on the model: outages, leases, compaction, strangers, and what a peer holds."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -51,12 +49,7 @@ class Cluster:
         self, name: str, *, tokens: tuple[str, ...] = (), settings: EtcdSettings = SETTINGS
     ) -> EtcdDiscovery:
         client = self.etcd.client()
-        discovery = EtcdDiscovery(
-            *("run", name, client),
-            tokens=tokens,
-            clock=virtual_time.clock,
-            settings=settings,
-        )
+        discovery = EtcdDiscovery(*("run", name, client), tokens=tokens, clock=virtual_time.clock, settings=settings)
         self.clients[discovery] = client
         await self._stack.enter_async_context(discovery)
         await discovery.follow(KEY)

@@ -1,7 +1,5 @@
 """Gossip between many peers in virtual time: stored records reach all over a bad network, and which are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

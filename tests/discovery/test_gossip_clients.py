@@ -1,7 +1,5 @@
 """Clients, which accept no connections, gossip through a member; in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

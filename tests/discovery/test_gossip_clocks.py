@@ -1,7 +1,5 @@
 """Clocks of peers that differ: how they are estimated, when records are removed, and what both sides log."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

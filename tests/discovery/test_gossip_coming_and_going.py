@@ -1,7 +1,5 @@
 """Gossip between peers that join, leave, die, return, or are cut off, in virtual time, and what is logged."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
@@ -178,9 +176,7 @@ async def test_a_partitioned_run_becomes_one_again() -> None:
 
 
 @in_virtual_time
-async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(caplog: pytest.LogCaptureFixture) -> None:
     async with GossipSwarm(18) as swarm:
         peers = await swarm.grow(8)
         await peers[3].store(KEY, "peer-3:1", b"old", virtual_time.clock() + 25)
@@ -203,9 +199,7 @@ async def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
 
 
 @in_virtual_time
-async def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return(caplog: pytest.LogCaptureFixture) -> None:
     """A seed may have its presence record by then, and would keep it until it expires."""
     pushed: list[int] = []
 

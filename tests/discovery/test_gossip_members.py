@@ -1,7 +1,5 @@
 """Which peers are members, suspected or tried again, how a broadcast reaches all, and rumours to the silent."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """A record that is kept up to date: when it is stored, and how often."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress

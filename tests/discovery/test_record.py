@@ -1,7 +1,5 @@
 """Records: what is acceptable, what is signed, and how tables merge."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/design/architecture.md names every room and no file that does not exist; pure modules import nothing impure."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The budget of `make lint`: what goes over it is named, and it only falls."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the six people of docs/how-to/choose.md run: the files, the page for a phone, and the two clusters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

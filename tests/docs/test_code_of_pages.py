@@ -1,7 +1,5 @@
 """The code of some pages works as it stands there, but for addresses and sizes."""
 
-from __future__ import annotations
-
 import asyncio
 import textwrap
 from functools import partial

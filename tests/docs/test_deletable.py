@@ -1,7 +1,5 @@
 """Each room around the core can be deleted: the core does not import it, and stands without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command about a peer in docs/operate/grpcurl.md is run as it stands there, and prints what the page says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

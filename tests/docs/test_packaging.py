@@ -1,7 +1,5 @@
 """The built wheel holds what it must, and runs on protobuf 6 and 7."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

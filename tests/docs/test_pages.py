@@ -1,7 +1,5 @@
 """Every command of the tutorial and of the how-tos is run as it stands there, and prints what the page says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rules of docs/reference/protocol.md that implementations must compute exactly, compared with this one."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

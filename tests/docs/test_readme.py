@@ -1,7 +1,5 @@
 """The code and the command of the README, run as they stand but for the address."""
 
-from __future__ import annotations
-
 import queue
 import re
 import shlex

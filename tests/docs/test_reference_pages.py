@@ -1,7 +1,5 @@
 """The reference of options, commands and metrics says what the code does."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module

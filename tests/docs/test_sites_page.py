@@ -1,7 +1,5 @@
 """The script of the page about sites, started by torchrun as two sites, with DDP as it stands and with FSDP2."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Failed joins of docs/operate/troubleshooting.md are provoked; the error says what the page says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """`averaging doctor` in this process, beside peers of a test."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`averaging doctor` as people and programs run it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """docs/operate/doctor.md lists every check."""
 
-from __future__ import annotations
-
 import re
 
 from averaging.doctor import other_peer, this_machine

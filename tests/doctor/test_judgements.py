@@ -1,7 +1,5 @@
 """What other peers answer may be anything: each judgement ends with one printable, bounded finding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

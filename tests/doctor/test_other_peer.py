@@ -1,7 +1,5 @@
 """What `averaging doctor` says about a peer to join: each fault under its own name, with real peers and sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket
@@ -63,8 +61,7 @@ async def test_all_is_well_between_two_that_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "says"),
-    [({}, "this peer has none: give token_file"), (OTHER_TOKEN, "does not accept this peer's token")],
+    ("ours", "says"), [({}, "this peer has none: give token_file"), (OTHER_TOKEN, "does not accept this peer's token")]
 )
 async def test_a_token_that_is_missing_or_wrong(ours: Any, says: str, tmp_path: Path) -> None:
     async with Peer(MODEL, run_id="run", **token(tmp_path, TOKEN)) as peer:

@@ -1,7 +1,5 @@
 """The checks of this machine: each finds its fault, and says what to do."""
 
-from __future__ import annotations
-
 import datetime
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Nodes of a torchrun job with our rendezvous, as processes that can be killed with all their workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import ExitStack, suppress

@@ -3,8 +3,6 @@
 Each value is written by at most one operation, so that a token stands for the value that it came with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

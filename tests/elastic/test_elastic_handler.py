@@ -1,7 +1,5 @@
 """The rendezvous handler as torch's agent calls it, with real registers; nodes are threads here, which is quick."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

@@ -1,7 +1,5 @@
 """Real torchrun jobs, gloo inside, workers that checkpoint: nodes come, stop, die and come back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What torchrun hands over, and silent nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

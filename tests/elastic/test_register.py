@@ -1,7 +1,5 @@
 """The register in memory, and the checker of histories itself."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

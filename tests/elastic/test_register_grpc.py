@@ -1,7 +1,5 @@
 """The register over gRPC: histories under cuts, who may call, what grpcurl sees."""
 
-from __future__ import annotations
-
 import random
 from contextlib import AsyncExitStack
 from pathlib import Path

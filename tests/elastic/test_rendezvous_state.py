@@ -1,7 +1,5 @@
 """The state of a rendezvous in a register: torch's object comes back as it was, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from datetime import UTC, datetime, timedelta

@@ -1,20 +1,12 @@
 """What a job's nodes keep in a register: authentic, brought back when it is lost, and the same at all."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 from hypothesis import given, strategies as st
 
 from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
-from averaging.elastic.rendezvous_state import (
-    FORGOTTEN,
-    Fenced,
-    ReplicatedValue,
-    Seal,
-    Sealed,
-)
+from averaging.elastic.rendezvous_state import FORGOTTEN, Fenced, ReplicatedValue, Seal, Sealed
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
 KEY = "elastic/job/state"
@@ -50,13 +42,7 @@ class Place:
         self, writer: str = "a", tokens: tuple[str, ...] = TOKENS, world: str = "1:2", ahead: float = 0.0
     ) -> ReplicatedValue:
         return ReplicatedValue(
-            self,
-            KEY,
-            tokens,
-            writer=writer,
-            world=world,
-            clock=lambda: self.now + ahead,
-            monotonic=lambda: self.now,
+            self, KEY, tokens, writer=writer, world=world, clock=lambda: self.now + ahead, monotonic=lambda: self.now
         )
 
 

@@ -4,8 +4,6 @@ It ends when there is a file named `stop` beside the checkpoint, or after so man
 number of steps, and the seconds of one step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ Exit codes: 0 everything held; 1 a check failed, or a process ended by itself; 2
 slow: not everything was up within half a minute for each process; 130 stopped by Ctrl+C, 143 by SIGTERM.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The processes of a run: started, struck by faults, healed, and started again when they have ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A worker imports this module before everything else, and starts `obey`. A comman
 `python -m tests.endurance.hooked feed …`. The lines on stdin are `clock SECONDS`, `loop SECONDS` and `gil SECONDS`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import threading

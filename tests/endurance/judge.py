@@ -1,7 +1,5 @@
 """Checks what all processes report while a run goes on, and sums it up."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

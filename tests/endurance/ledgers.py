@@ -3,8 +3,6 @@
 The violations that a class finds are results of its methods, as texts, so that a run goes on after one.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Which fault comes when, drawn by a seed. Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

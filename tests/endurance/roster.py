@@ -9,8 +9,6 @@
 | `rollouts` | a synchronizer, a learner, 2 explorers that are environments of a feed, and the feed |
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence

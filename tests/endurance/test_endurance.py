@@ -1,7 +1,5 @@
 """Ten minutes of everything at once under faults."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

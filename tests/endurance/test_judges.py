@@ -1,7 +1,5 @@
 """Faults are drawn by a seed; the checks find a violation that is planted, and none where there is none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -14,8 +14,6 @@ Run as `python -m tests.endurance.trainer '{"slot": 0, "slots": 4, "life": 1, "r
 - `wrong`: a check of this process itself has failed.
 """
 
-from __future__ import annotations
-
 from tests.endurance import hooked  # isort: skip  # before everything that reads the clock
 
 import hashlib

@@ -7,8 +7,6 @@
 - `explorer` follows the weights and posts groups: it prints `version`, and `posted` with the number of a group.
 """
 
-from __future__ import annotations
-
 from tests.endurance import hooked  # isort: skip  # before everything that reads the clock
 
 import asyncio

@@ -1,7 +1,5 @@
 """A model without torch for tests of the server: a token is a byte, and the next one is always the last one plus 1."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any

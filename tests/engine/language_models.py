@@ -1,7 +1,5 @@
 """A small random model of transformers with a tokenizer of bytes, as a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which requests go together, and between which new weights are taken."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

@@ -1,7 +1,5 @@
 """The server with a model that counts: its routes, versions, limits and errors, over real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

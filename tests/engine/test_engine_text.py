@@ -1,7 +1,5 @@
 """Tokens become text: the same as all of them at once, and nothing of a stop string comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Tests with a real etcd server, which `make test-etcd` runs."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,11 +9,6 @@ import pytest
 
 from tests.support.certificates import write
 from tests.support.ports import free_port
-
-
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m etcd`: the server need not be installed for the other tests."""
-    return None if config.option.markexpr == "etcd" else True
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Discovery in a real etcd: the same contract as its model, and whole peers."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator

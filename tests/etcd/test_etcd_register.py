@@ -1,7 +1,5 @@
 """The register in a real etcd: histories under cuts, a job through it, who may call."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

@@ -1,7 +1,5 @@
 """Peers that meet under a key of a real etcd."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 from typing import Any

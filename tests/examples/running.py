@@ -1,7 +1,5 @@
 """An example in a process of its own, and all processes that come from it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the demo concludes, and how it divides its text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo from end to end, with a tiny model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

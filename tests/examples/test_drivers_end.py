@@ -1,7 +1,5 @@
 """Nothing is left of what an example has started, whatever signal ends the example itself."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples, as a reader runs them, with fewer steps."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Muon and AdamW as one optimizer."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

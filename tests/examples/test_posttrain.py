@@ -1,7 +1,5 @@
 """The verdict of the post-training story, and how it reads what its processes report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Feed servers and ranks in separate processes, and test data for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack

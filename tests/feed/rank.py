@@ -1,7 +1,5 @@
 """One rank of a feed: `python -m tests.feed.rank JSON` prints a batch for each "next" on its stdin."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

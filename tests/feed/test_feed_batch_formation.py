@@ -1,7 +1,5 @@
 """The groups of a batch, compared with an exhaustive search."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """The clients, with servers that fail or send invalid replies."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import threading

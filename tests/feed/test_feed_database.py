@@ -1,7 +1,5 @@
 """No group is lost, split or used twice, whatever is posted and whenever the process ends."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import tempfile

@@ -7,7 +7,6 @@ import shlex
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
@@ -63,12 +62,6 @@ class Serving:
         self.process.terminate()
         self.process.communicate(timeout=DEADLINE)
         assert self.process.returncode == 0
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """Complete runs: the server, environments and ranks in separate processes that are killed and restarted."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,12 +33,6 @@ def feed(served: Feed) -> Feed:
         served.start()
     httpx.get(f"{served.url}/reset_data").raise_for_status()
     return served
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
@@ -185,50 +177,6 @@ def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp
     assert "the batch of step 3 is forgotten" in failed["message"]
 
 
-@pytest.mark.parametrize("reset", rest_is_long([True, False]))
-def test_a_trainer_that_outlived_its_job_gets_an_error(
-    reset: bool, feed: Feed, stack: ExitStack, tmp_path: Path
-) -> None:
-    """Its successor gets each batch once, whatever the old one says it has saved."""
-    old = start(stack, 2, tmp_path / "old", feed.url)
-    for rank in old:
-        rank.send("next")
-    posted(feed.url, *range(8))
-    first = all_expect(old, "batch")[0]
-    (new,) = start(stack, 1, tmp_path / "new", feed.url)
-    assert step([new]) == first
-    if reset:
-        httpx.get(f"{feed.url}/reset_data")
-    for rank in old:
-        rank.send("next")
-    for rank in old:
-        failed = rank.expect("failed")
-        assert failed["message"].count("another trainer has registered since") == 1
-    if reset:
-        new.send("next")
-        posted(feed.url, 8, 9)
-        assert names_of(new.expect("batch")) == [8, 9]
-    else:
-        assert [names_of(step([new])) for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
-
-
-def test_an_environment_that_is_killed_takes_its_old_place(feed: Feed) -> None:
-    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
-        batches._register()
-        batches._request_batch()
-        config = environment(min_batch_allocation=0.5)
-        first, other = (FeedEnvironment(feed.url, config, key=key) for key in ("a", None))
-        assert [each.register().env_id for each in (first, other)] == [0, 1]
-        first._connection.close()  # as if it were killed: it does not disconnect
-        again = FeedEnvironment(feed.url, config, key="a")
-        assert again.register().env_id == 0
-        for each in (again, other):
-            each.post(a_group(each.register().env_id))
-        assert names(next(batches)) == [0, 1]
-        again.close()
-        other.close()
-
-
 def test_a_full_disk_is_waited_for(feed: Feed) -> None:
     """The server may write no further byte, then again, and is killed: each group is trained once."""
     with BatchFeed(feed.url, registration(save_checkpoint_interval=3), poll=0.05, retry_timeout=DEADLINE) as batches:
@@ -278,14 +226,6 @@ def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> Non
         poster.join()
         assert (batch.step, names(batch)) == (3, [7, 8]), "the environment has registered again, and so has the trainer"
         assert env.status().current_step == 3
-
-
-def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:
-    url = "http://127.0.0.1:9"
-    with pytest.raises(FeedError, match=r"gave up .*127.0.0.1:9 cannot be reached .*check that the feed"):
-        next(BatchFeed(url, registration(), retry_timeout=0.3))
-    with FeedEnvironment(url, environment(), retry_timeout=0.3) as env, pytest.raises(FeedError):
-        env.register()
 
 
 def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:

@@ -1,7 +1,5 @@
 """The answers of the server, above all to invalid requests. The server runs in the test's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Groups that are too old for the trainer, whatever versions are claimed and reported, and whoever is restarted."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from functools import partial

@@ -3,8 +3,6 @@
 A tensor is a dict with the fields of the message `Tensor`, and `compression` is the name of the enum value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

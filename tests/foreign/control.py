@@ -5,8 +5,6 @@ when a call has ended. The first call of a peer creates it. With an empty peer, 
 compiled protos must be on PYTHONPATH. The process exits at the end of stdin.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A group of our peer with one foreign member that follows the protocol and one that does not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator

@@ -3,8 +3,6 @@
 Messages are dicts of the fields that are set, with codes as names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import uuid

@@ -1,7 +1,5 @@
 """One all-reduce at a foreign member: its messages, its replies and its result."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 

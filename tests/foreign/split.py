@@ -1,7 +1,5 @@
 """Members, shares, parts and group bits, written from the protocol page in the simplest way."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -35,12 +33,7 @@ class Part:
 
 
 def pack_gather(
-    weight: float = 1.0,
-    bandwidth: float | None = None,
-    mode: int = NODE,
-    user: Any = None,
-    *,
-    wrapped: bool = False,
+    weight: float = 1.0, bandwidth: float | None = None, mode: int = NODE, user: Any = None, *, wrapped: bool = False
 ) -> bytes:
     """Packs the array of a JoinRequest. With `wrapped`, it is in extension type 0x40, as in versions of 2021."""
     array: bytes = msgpack.packb([weight, bandwidth, mode, msgpack.packb(user)])

@@ -1,7 +1,5 @@
 """Writes the messages of a state, and reads them in the two ways that the protocol allows."""
 
-from __future__ import annotations
-
 import hashlib
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Untrusted input: random bytes, damaged valid messages, and messages with unusual values."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

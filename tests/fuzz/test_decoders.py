@@ -1,7 +1,5 @@
 """Every decoder with arbitrary input returns, or raises only its documented error, and takes little memory."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Iterator

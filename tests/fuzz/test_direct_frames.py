@@ -1,7 +1,5 @@
 """Changed frames at the direct port: nothing breaks, and a sealed connection passes none of them on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace

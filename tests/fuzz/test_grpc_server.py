@@ -1,7 +1,5 @@
 """A real peer's port with anything in the calls: it answers whose fault it is, and goes on serving."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

@@ -1,7 +1,5 @@
 """The decoders of sparse parts: any bytes are a valid part or are refused, and take memory only by what is received."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from contextlib import suppress

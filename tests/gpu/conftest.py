@@ -1,16 +1,9 @@
 """Everything with tensors on a GPU, which `make test-gpu` runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m gpu`: other machines have no GPU."""
-    return None if config.option.markexpr == "gpu" else True
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ The gradients are given, and the inner optimizer is SGD with a power of two as i
 once, however the device computes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

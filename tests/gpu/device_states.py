@@ -1,7 +1,5 @@
 """The state that a peer shares, of tensors on a device: what newcomers get is what was committed."""
 
-from __future__ import annotations
-
 import torch
 
 from averaging.state.snapshots import ExtraState, Snapshots

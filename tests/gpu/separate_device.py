@@ -4,8 +4,6 @@ Its tensors are computed on the CPU, so results are the same to the bit. As on C
 tensors on the CPU is an error, except copies between both and 0-dim tensors.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """An averager of a model on a GPU: every strategy and code, and what trainers do around it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

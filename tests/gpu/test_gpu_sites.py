@@ -1,11 +1,8 @@
 """Several ranks that are one peer, with their model on a GPU: FSDP2 and DDP over NCCL and gloo, and torchrun."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,12 +14,6 @@ from tests.support.sites import Site, alike, single_processes
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 STEPS = 6
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def two_sites(stack: ExitStack, ranks: int, strategy: str, **options: Any) -> list[list[float]]:

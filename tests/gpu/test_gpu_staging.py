@@ -1,7 +1,5 @@
 """Copies between a GPU and the host: chunks, streams, page-locked memory, and what reads them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights on a GPU for processes that do not train: publisher and follower, and a weight sync group over NCCL."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack
 

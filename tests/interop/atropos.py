@@ -3,8 +3,6 @@
 `make test-feed` creates that environment and sets FEED_PYTHON to its Python.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Used here and in the environment of the original.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any

@@ -4,8 +4,6 @@ It runs without a Ray cluster: modules are fakes with `is_alive.remote()`, and `
 line is `[name, arguments]`, and is answered with the calls that have ended since, and the state afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Batches and buffers compared with those of atroposlib's library, on random queues."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Unchanged environments, trainer and tests of atroposlib with our server."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

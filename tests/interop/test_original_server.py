@@ -1,7 +1,5 @@
 """Our clients with the server of atroposlib and its quirks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack

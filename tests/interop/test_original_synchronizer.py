@@ -8,8 +8,6 @@ others, which the sequences avoid: before a trainer has come, it says that the t
 of a checkpoint that does not exist; and it ignores a checkpoint of an earlier step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Both servers give the same answers to the same requests."""
 
-from __future__ import annotations
-
 import random
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When members began to look for a group, which late arrival is reported, and peers that nobody can reach."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from statistics import median
@@ -10,12 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from averaging.matchmaking.memory import (
-    MIN_LATE_FRACTION,
-    MIN_LATE_SECONDS,
-    RENEWAL_SECONDS,
-    Arrivals,
-)
+from averaging.matchmaking.memory import MIN_LATE_FRACTION, MIN_LATE_SECONDS, RENEWAL_SECONDS, Arrivals
 from averaging.receipts.explanation import explain
 from averaging.receipts.receipt import LateArrival, Receipt
 from tests.support.selection import rest_is_long

@@ -1,7 +1,5 @@
 """A member that breaks the protocol or sends NaN is dropped; after two violations in a row it is also excluded."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parts of groups that our peer does not know, not yet, or no longer, and impossible rounds."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

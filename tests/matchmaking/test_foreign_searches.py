@@ -1,7 +1,5 @@
 """Foreign followers and leaders: every verdict, what becomes of those that were accepted, and whom our peer asks."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any

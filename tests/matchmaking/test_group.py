@@ -1,7 +1,5 @@
 """The gathers of members, and their group bits after a round."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

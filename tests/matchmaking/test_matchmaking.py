@@ -1,7 +1,5 @@
 """Rounds of many peers in virtual time: groups become full, no peer waits for ever, and the mean is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re
@@ -20,19 +18,7 @@ from averaging.peer import ExpectedAtFirst, RoundOptions, Topic, rounds
 from averaging.testing import virtual_time
 from tests.support import leaks
 from tests.support.selection import rest_is_long
-from tests.support.swarm import Swarm, groups_of, scalars, spread
-
-
-@pytest.mark.parametrize("seed", rest_is_long(range(20), 2))
-def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
-    swarm = Swarm(seed)
-    tensors = scalars(16, seed)
-    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_wait=10.0) for n in range(16)]
-    receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
-    assert len(groups_of(receipts)) == 4
-    for receipt in receipts:
-        assert len(receipt.members) == 4
-        assert receipt.seconds < 3.0
+from tests.support.swarm import Swarm, scalars, spread
 
 
 @pytest.mark.parametrize("count", [5, 6, 9, 10])
@@ -320,51 +306,6 @@ def test_a_dropped_bit_is_back_at_the_next_search() -> None:
     found = [key.rpartition(".")[2] for key in keys]
     assert found[:3] == [whole, whole, shorter]
     assert found[4:] == [whole, shorter]
-
-
-@pytest.mark.parametrize("seed", rest_is_long(range(30), 3))
-def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> None:
-    """Peers die and calls break at random; every round of a survivor ends in bounded time with a receipt."""
-    rng = random.Random(seed)
-    swarm = Swarm(seed, loss=rng.choice([0.0, 0.002, 0.02]))
-    count = rng.randrange(4, 16)
-    tensors = scalars(count, seed)
-    peers = [
-        swarm.peer(
-            f"peer:{n + 1}",
-            [tensors[n]],
-            group_size=rng.choice([2, 4]),
-            group_wait=3.0,
-            round_timeout=20.0,
-            stall_timeout=2.0,
-        )
-        for n in range(count)
-    ]
-    receipts: dict[int, list[Receipt]] = {n: [] for n in range(count)}
-    dead: set[int] = set()
-
-    async def live(number: int, peer: Peer, dies_at: float) -> None:
-        try:
-            async with asyncio.timeout(dies_at), peer:
-                for _ in range(4):
-                    receipts[number].append(await peer.average())
-        except TimeoutError:
-            dead.add(number)
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for number, peer in enumerate(peers):
-                dies_at = rng.uniform(0.01, 8.0) if rng.random() < 0.3 else 1e6
-                tasks.create_task(live(number, peer, dies_at))
-                if dies_at < 1e6:
-                    asyncio.get_running_loop().call_later(dies_at - 0.005, swarm.network.kill, f"peer:{number + 1}")
-
-    swarm.simulate(main())
-    for number in set(range(count)) - dead:
-        assert len(receipts[number]) == 4
-        for receipt in receipts[number]:
-            assert receipt.seconds < 2 * 20.0 + 5.0
-            assert receipt.reason or receipt.averaged
 
 
 SWAPPED = {"x": torch.zeros(4), "y": torch.full((4,), 100.0)}, {"y": torch.full((4,), 100.0), "x": torch.zeros(4)}

@@ -1,7 +1,5 @@
 """No member averages in a group smaller than its own `min_group_size`, whichever peer leads."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence

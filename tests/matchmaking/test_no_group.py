@@ -1,7 +1,5 @@
 """The reason of a receipt without a group, with whole peers that gossip in virtual time: four causes, four messages."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence
@@ -70,11 +68,7 @@ async def why_alone(peer: Peer) -> str:
 
 
 @pytest.mark.parametrize(
-    ("join", "why"),
-    [
-        ([], "this peer was given no join"),
-        (["a:1"], "the only join of this peer is its own address"),
-    ],
+    ("join", "why"), [([], "this peer was given no join"), (["a:1"], "the only join of this peer is its own address")]
 )
 @in_virtual_time
 async def test_no_other_peer_is_in_the_run(join: list[str], why: str) -> None:

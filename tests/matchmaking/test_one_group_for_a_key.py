@@ -1,7 +1,5 @@
 """Where only one group may have a key, another one begins once the first has averaged for nobody, and not before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack

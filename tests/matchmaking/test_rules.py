@@ -1,7 +1,5 @@
 """The decisions of matchmaking: answers to join requests, which peers to ask, and when to ask again."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -111,9 +109,7 @@ def test_a_new_declaration_is_asked_again_at_once_unless_its_tensors_differ() ->
     assert rules.candidates(own, entries, {"a:1": JoinRefusal(NOW + 1, 3, None)}, NOW) == ([], None)
 
 
-@given(
-    declarations=st.lists(st.tuples(st.sampled_from([1.0, 2.0, 3.0]), st.integers(1, 30)), unique_by=lambda d: d[1]),
-)
+@given(declarations=st.lists(st.tuples(st.sampled_from([1.0, 2.0, 3.0]), st.integers(1, 30)), unique_by=lambda d: d[1]))
 def test_of_any_two_peers_exactly_one_asks_the_other(declarations: list[tuple[float, int]]) -> None:
     everybody = [Declaration(NOW + seconds, f"h:{port}") for seconds, port in declarations]
     entries = looking(*((d.expiration, d.endpoint) for d in everybody))
@@ -253,10 +249,7 @@ def test_target_contributors_complete_a_group(modes: list[Mode], complete: bool)
 
 def begin(**changes: object) -> MessageFromLeader:
     message = MessageFromLeader(
-        MessageCode.BEGIN_ALLREDUCE,
-        group_id=b"g" * 20,
-        ordered_group_endpoints=("l:1", "me:1"),
-        gathered=(b"", b""),
+        MessageCode.BEGIN_ALLREDUCE, group_id=b"g" * 20, ordered_group_endpoints=("l:1", "me:1"), gathered=(b"", b"")
     )
     return replace(message, **changes)  # type: ignore[arg-type]
 

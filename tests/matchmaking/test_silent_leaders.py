@@ -1,7 +1,5 @@
 """Leaders that do not lead: they do not answer, accept and send nothing, or say something else. The others go on."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Reads what a peer answers over HTTP to Prometheus and probes."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 

@@ -1,7 +1,5 @@
 """Followers, registers and model workers tell Prometheus and probes of themselves, too."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The declared metrics have the names that Prometheus expects, and their values are shown as Prometheus counts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """/metrics, /healthz and /readyz over HTTP: also while the event loop stands still, and to clients that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import socket

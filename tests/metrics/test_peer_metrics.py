@@ -1,7 +1,5 @@
 """What peers, averagers and commands tell of themselves to Prometheus and to probes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import AsyncExitStack

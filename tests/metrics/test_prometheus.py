@@ -3,8 +3,6 @@
 Four peers train and one of them is killed. The rules are those of deploy/, except that they wait for less time.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

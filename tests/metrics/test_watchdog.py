@@ -1,7 +1,5 @@
 """A loop that does not answer and an interpreter that stands still are noticed, counted and named in the log."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

@@ -3,8 +3,6 @@
 python -m tests.monitor.monitored COUNT [FILES_OF_TLS_AS_JSON TOKEN_FILE]
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

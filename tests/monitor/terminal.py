@@ -1,7 +1,5 @@
 """A command in a pseudo-terminal, and what a terminal with these lines and columns would show of it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """A collector learns the peers of a run from one of them, and asks each at most once in two seconds."""
 
-from __future__ import annotations
-
 import json
 import socket
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What a view shows of real peers: who waits for whom, followers and explorers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack

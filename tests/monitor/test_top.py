@@ -1,7 +1,5 @@
 """`averaging top` in a real terminal of 80 x 24, and its output elsewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """docs/operate/top.md names every column and every field of --json, and no others."""
 
-from __future__ import annotations
-
 import re
 
 from averaging.monitor import PeerView, RunSnapshot, snapshot_json

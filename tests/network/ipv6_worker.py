@@ -3,8 +3,6 @@
 `python -m tests.network.ipv6_worker PART ARGUMENT…`; `PARTS` has them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

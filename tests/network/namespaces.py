@@ -7,8 +7,6 @@ they occur in reality: at a gateway, on the link between the gateways, or in a h
 machine's own network is touched. It needs root, `ip`, `tc`, `nft` and the kernel's conntrack.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

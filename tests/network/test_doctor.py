@@ -1,7 +1,5 @@
 """`averaging doctor` finds what is wrong on the way to a peer, and says so: real processes, real faults."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,12 +65,7 @@ class TwoPeers:
         process.expect("ready")
         return process
 
-    def examine(
-        self,
-        *options: str,
-        advertise: str = NAMES["a"],
-        listen: str = "0.0.0.0",
-    ) -> Report:
+    def examine(self, *options: str, advertise: str = NAMES["a"], listen: str = "0.0.0.0") -> Report:
         """Runs the doctor at a."""
         done = self.sites.run(
             *("a", "python", "-m", "averaging", "doctor", "--run-id", "run", "--join", PEER, "--json"),

@@ -1,7 +1,5 @@
 """Machines without any IPv4: every part listens, is called, and names its address; also link-local ones with a zone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

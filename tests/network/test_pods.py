@@ -1,7 +1,5 @@
 """torchrun in pods: names that the DNS learns late, and a pod that comes back with another address under its name."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

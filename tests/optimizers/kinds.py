@@ -1,7 +1,5 @@
 """The optimizers and schedulers of the tests: all of torch, and those of other packages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

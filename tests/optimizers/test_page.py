@@ -1,7 +1,5 @@
 """The code of the page about optimizers runs as it stands there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

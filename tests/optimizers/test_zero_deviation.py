@@ -1,7 +1,5 @@
 """The first updates of a newcomer are equal to the bit to those of the peer that it has joined."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

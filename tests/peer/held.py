@@ -1,7 +1,5 @@
 """What a process holds, as the system tells it: file descriptors and threads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

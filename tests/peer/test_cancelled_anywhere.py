@@ -1,7 +1,5 @@
 """An `average` that is cancelled at any step of the event loop: the others go on, and the next round is one of all."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults of real processes and connections after some normal rounds: learned deadlines keep the delay small."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,10 +56,7 @@ def using(lane: str) -> dict[str, Any]:
 def proxies(lane: str, rate: float | None = None) -> Iterator[tuple[list[FaultProxy], dict[str, Any]]]:
     """Proxies before one peer, the last of which the parts pass, and the options of the peer."""
     with FaultProxy(rate) as proxy, FaultProxy(rate) as beside:
-        behind: dict[str, Any] = {
-            "listen": f"127.0.0.1:{proxy.target}",
-            "advertise": f"127.0.0.1:{proxy.port}",
-        }
+        behind: dict[str, Any] = {"listen": f"127.0.0.1:{proxy.target}", "advertise": f"127.0.0.1:{proxy.port}"}
         if lane == "grpc":
             yield [proxy], behind
         else:

@@ -1,7 +1,5 @@
 """Whole rounds with peers that know the wire contract alone, in every role."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
@@ -167,10 +165,7 @@ async def test_our_client_follows_a_foreign_leader(foreign: Foreign) -> None:
     ours, theirs = (whole_numbers(seed, *SHAPES) for seed in range(2))
     mean = mean_of(ours, theirs)
     leader = await foreign.peer()
-    async with (
-        our_peer() as seed,
-        our_peer(ours, part_size_bytes=PART, mode=Mode.CLIENT, join=[seed.endpoint]) as us,
-    ):
+    async with our_peer() as seed, our_peer(ours, part_size_bytes=PART, mode=Mode.CLIENT, join=[seed.endpoint]) as us:
         await seed.declare(leader.endpoint)
         receipt = asyncio.ensure_future(us.peer.average())
         request = await leader.next_request()
@@ -198,10 +193,7 @@ async def test_our_auxiliary_reduces_for_foreign_nodes(foreign: Foreign) -> None
     before = [tensor.clone() for tensor in ours]
     mean = mean_of(theirs, others)
     first, second = await foreign.peer(), await foreign.peer()
-    async with (
-        our_peer(ours, group_size=3, part_size_bytes=PART, mode=Mode.AUXILIARY) as us,
-        us.averaging() as receipt,
-    ):
+    async with our_peer(ours, group_size=3, part_size_bytes=PART, mode=Mode.AUXILIARY) as us, us.averaging() as receipt:
         group = await follow(us, {first: gather(), second: gather()})
         for after in await average(us, group, {first: theirs, second: others}):
             assert same_bytes(after, mean)

@@ -1,7 +1,5 @@
 """What others write, such as reasons, names and run ids, is one printable line of limited length in errors and logs."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Who is wrong if the options of the peers of a run differ."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole peers on real gRPC and gossip, in one process: modes, tensors of all kinds, the lock, bad input."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -21,13 +19,7 @@ from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.config import NonFinite
-from averaging.errors import (
-    ClosedError,
-    ConfigError,
-    JoinError,
-    RoundError,
-    TensorError,
-)
+from averaging.errors import ClosedError, ConfigError, JoinError, RoundError, TensorError
 from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.group import ReplyForm, donors_key, group_key
 from averaging.state.manifest import State
@@ -252,10 +244,7 @@ async def test_nan_and_infinity_are_refused_before_anything_is_sent(value: float
 
 
 async def test_nan_is_averaged_where_it_is_allowed() -> None:
-    tensors = [
-        {"w": torch.tensor([float("nan"), 1.0])},
-        {"w": torch.tensor([0.0, 3.0])},
-    ]
+    tensors = [{"w": torch.tensor([float("nan"), 1.0])}, {"w": torch.tensor([0.0, 3.0])}]
     async with AsyncExitStack() as stack:
         await average(*await swarm(stack, tensors, non_finite=NonFinite.ALLOW))
     for tensor in tensors:

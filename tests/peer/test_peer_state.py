@@ -1,7 +1,5 @@
 """The state of whole peers on real gRPC and gossip: what donors offer, and what newcomers take over."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +10,7 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging.errors import (
-    StateError,
-)
+from averaging.errors import StateError
 from averaging.protocol.group import donors_key
 from averaging.state import ExtraState
 from averaging.tensors.shared_tensors import in_thread

@@ -1,7 +1,5 @@
 """What a peer answers to a doctor: it calls back only the address that calls it, one connection a call."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Peers in processes of their own, on real gRPC and gossip; some are killed at a named step."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from statistics import mean
 from typing import Any

@@ -1,7 +1,5 @@
 """What a peer has not sent yet with `top_k`: sent plus residual is the sum of all changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of a run, beside what was measured."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from dataclasses import replace

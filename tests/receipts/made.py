@@ -1,7 +1,5 @@
 """Receipts for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

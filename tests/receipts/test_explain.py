@@ -1,7 +1,5 @@
 """Receipts in words, of one peer and of several, and `averaging explain`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `averaging explain` says of members that arrive late, by the parts that carry the meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Those who watch the receipts of a peer."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 

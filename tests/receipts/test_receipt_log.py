@@ -1,7 +1,5 @@
 """Receipts as JSON lines: there and back, what is no receipt, and files that cannot be written."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

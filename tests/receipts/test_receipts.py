@@ -1,7 +1,5 @@
 """The receipts of one round at all its members: they fit together, also when somebody is lost on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random
@@ -13,9 +11,7 @@ import pytest
 import torch
 
 from averaging.allreduce import RoundResult
-from averaging.errors import (
-    TensorError,
-)
+from averaging.errors import TensorError
 from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge

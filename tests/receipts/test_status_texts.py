@@ -1,7 +1,5 @@
 """What people read of receipts and of a status: short as text, all of it in repr."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How fast a training goes: what its status says, what is measured of a peer's own work, what others are believed."""
 
-from __future__ import annotations
-
 import math
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """averaging.integrations.loggers: what a run writes is read back by TensorBoard itself."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sums over all rounds of a peer: what each receipt adds, and that nothing falls."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

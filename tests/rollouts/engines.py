@@ -1,7 +1,5 @@
 """A fake engine in a process of its own, which can be killed and started again, and a trainer that takes batches."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack
 from typing import Any, Self

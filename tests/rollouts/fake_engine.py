@@ -4,8 +4,6 @@ It answers each prompt with the token after its last digit, as a model that is n
 right. Tests change what it does with `POST /control`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

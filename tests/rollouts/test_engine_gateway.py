@@ -1,7 +1,5 @@
 """The gateway between environments and an engine, over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

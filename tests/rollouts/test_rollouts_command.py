@@ -1,7 +1,5 @@
 """`averaging rollouts` as a process: stopped and killed in the middle, and with wrong arguments."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

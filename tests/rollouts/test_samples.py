@@ -1,7 +1,5 @@
 """Scored sequences, and groups of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts with the real `averaging serve`, whose weights change, and the real verifiers and feed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

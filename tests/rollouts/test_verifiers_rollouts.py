@@ -1,7 +1,5 @@
 """`Rollouts` with the real verifiers, a real feed, and an engine whose answers the tests choose."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress

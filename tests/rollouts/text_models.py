@@ -1,7 +1,5 @@
 """A tokenizer that is made on the spot, with what transformers wants beside it. Needs transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The authority of a run, the files that it makes, and errors in the files of a peer."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The token that processes of one user share."""
 
-from __future__ import annotations
-
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

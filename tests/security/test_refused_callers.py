@@ -1,7 +1,5 @@
 """What is logged of callers that are refused."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs between processes with certificates and tokens, set up by the commands of SECURITY.md."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal
@@ -109,10 +107,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     hung_up = "it closed the connection at once; do both use TLS"
     definite = [
         (foreign, "its certificate was not issued by this peer's certificate authority"),
-        (
-            wrong,
-            "its run does not accept this peer's token: make one of the run's tokens the first",
-        ),
+        (wrong, "its run does not accept this peer's token: make one of the run's tokens the first"),
         (no_token, "its run requires a token, and this peer has none: give --token-file"),
     ]
     state = ("state", endpoint, "--output", "stolen.safetensors")

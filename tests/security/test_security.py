@@ -1,7 +1,5 @@
 """Who may call whom, on real sockets: certificates, tokens, names."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -14,12 +12,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from averaging.errors import (
-    CallRefusedError,
-    ConfigError,
-    PeerUnreachableError,
-    ProtocolViolationError,
-)
+from averaging.errors import CallRefusedError, ConfigError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, Rumour
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
@@ -102,10 +95,7 @@ async def status_of(channel: grpc.aio.Channel, path: str, metadata: Metadata = (
 @pytest.mark.parametrize("name", CALLS)
 async def test_every_method_works_over_tls(name: str) -> None:
     here = replace(secure(*HERE), tokens=(TOKEN,))
-    async with (
-        serving(FakePeer(), FakeGossip(), credentials=here) as (_, endpoint),
-        client(credentials=here) as caller,
-    ):
+    async with serving(FakePeer(), FakeGossip(), credentials=here) as (_, endpoint), client(credentials=here) as caller:
         if name == "aggregate_part":
             assert await one(caller.aggregate_part(endpoint, sent(replace(part(0), endpoint=endpoint))))
         elif name == "join_group":
@@ -126,12 +116,7 @@ async def test_a_peer_is_dialled_by_address_and_by_name(host: str) -> None:
 
 @pytest.mark.parametrize(
     "credentials",
-    [
-        Credentials(),
-        secure(*HERE, of="foreign"),
-        secure(*HERE, age=2),
-        secure(*HERE, age=-1),
-    ],
+    [Credentials(), secure(*HERE, of="foreign"), secure(*HERE, age=2), secure(*HERE, age=-1)],
     ids=["plain", "foreign", "expired", "not yet valid"],
 )
 async def test_a_caller_without_a_good_certificate_is_turned_away(credentials: Credentials) -> None:

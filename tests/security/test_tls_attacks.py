@@ -1,7 +1,5 @@
 """Attacks on the connections of a run with TLS: old versions, plaintext, old sessions, chains."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Peers that look their seeds up: over real sockets, with names and files that change."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path

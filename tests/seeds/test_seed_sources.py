@@ -1,7 +1,5 @@
 """The values of `join`, what a source answers, and what is said if it cannot be asked."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A cluster of Slurm on this machine, which `make test-slurm` runs as root: munged, slurmctld and four slurmds."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -22,11 +20,6 @@ NODES = [f"127.0.0.{number}" for number in range(11, 15)]
 """The names of the nodes are addresses of this machine, so that each can listen on the ports of the scripts."""
 
 SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
-
-
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m slurm`: Slurm need not be installed for the other tests."""
-    return None if config.option.markexpr == "slurm" else True
 
 
 def until(condition: Callable[[], bool], seconds: float, why: Callable[[], str] = str) -> None:

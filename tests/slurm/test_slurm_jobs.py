@@ -1,7 +1,5 @@
 """The batch scripts of deploy/slurm on a real Slurm: sites train, leave when they are warned, and go on later."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Donors that are cut or change: what is kept of them, and who is asked again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,18 +55,11 @@ class Donors:
             yield message
 
     async def fetch(
-        self,
-        schema: Schema | None = SCHEMA,
-        declared: Mapping[str, float] | None = None,
+        self, schema: Schema | None = SCHEMA, declared: Mapping[str, float] | None = None
     ) -> tuple[State, str]:
         readers: list[StateAssembler] = []
         return await download(
-            cast(Any, self),
-            list(self.states),
-            schema,
-            silence=5.0,
-            declared=declared,
-            on_progress=readers.append,
+            cast(Any, self), list(self.states), schema, silence=5.0, declared=declared, on_progress=readers.append
         )
 
 

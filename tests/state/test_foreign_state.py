@@ -1,7 +1,5 @@
 """Downloads between our peers and those that know the wire contract alone, in both directions."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Donors that deliver slowly: while others are left they are asked instead, and what came is kept."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """The digests of a state that many ask for, some of whom lose patience."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

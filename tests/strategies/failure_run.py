@@ -6,8 +6,6 @@ them: `Trace` compares every change of the parameters with the batches that the 
 `python -m tests.strategies.failure_run SEED FAILURES` repeats a run of the tests, and prints what happened.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """When a round is due."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

@@ -1,7 +1,5 @@
 """Rounds by the clock of the run: real averagers on the memory network, in virtual time."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

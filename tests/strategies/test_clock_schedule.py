@@ -1,7 +1,5 @@
 """When a round is due by the clock of the run. All times are passed in."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

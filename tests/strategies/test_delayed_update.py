@@ -1,7 +1,5 @@
 """The effect of a delayed average on second moments."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, strategies as st
 

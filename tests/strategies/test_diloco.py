@@ -1,7 +1,5 @@
 """The effect of a global step on the model."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

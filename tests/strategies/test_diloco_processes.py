@@ -1,7 +1,5 @@
 """DiLoCo around its arithmetic, and what it shares with GradientAveraging: delays, failures, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
@@ -13,6 +11,7 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
 from averaging.errors import ConfigError
+from tests.support.selection import rest_is_long
 from tests.support.training import (
     PATIENCE,
     SGD,
@@ -167,16 +166,19 @@ def test_a_failed_round_leaves_all_as_it_is_and_the_next_turn_tries_again(start:
     assert equal(run.parameters()[0], parameters_of(plain))
 
 
-@pytest.mark.parametrize("reply_form", ["average", "delta"])
+EACH = [
+    partial(GradientAveraging, 12),
+    partial(DiLoCo, 1, outer=partial(torch.optim.SGD, lr=1.0)),
+    partial(LocalSGD, 1),
+    partial(LocalSGD, 2, overlap=True),
+]
+
+
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        partial(GradientAveraging, 12),
-        partial(DiLoCo, 1, outer=partial(torch.optim.SGD, lr=1.0)),
-        partial(LocalSGD, 1),
-        partial(LocalSGD, 2, overlap=True),
-    ],
-    ids=["gradients", "DiLoCo", "LocalSGD", "overlap"],
+    ("strategy", "reply_form"),
+    rest_is_long(
+        [*zip(EACH, ["delta", "average"] * 2, strict=True), *zip(EACH, ["average", "delta"] * 2, strict=True)], 4
+    ),
 )
 def test_changes_below_half_a_step_of_int8_arrive(start: Start, strategy: partial[Strategy], reply_form: str) -> None:
     """The largest element of the block is 127, of the changes or of the parameters, and the others move by 0.1."""

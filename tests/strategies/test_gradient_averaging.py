@@ -1,7 +1,5 @@
 """GradientAveraging besides its arithmetic: lone, late and new peers, and refused gradients."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

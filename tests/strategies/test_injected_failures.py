@@ -1,7 +1,5 @@
 """Hundreds of failures that a seed draws, in simulation: no sample, version or average suffers from any of them."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections.abc import Iterator

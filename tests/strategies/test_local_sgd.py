@@ -1,7 +1,5 @@
 """LocalSGD besides its arithmetic: late changes, statistics, slower peers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

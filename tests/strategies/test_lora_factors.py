@@ -1,7 +1,5 @@
 """How the factors of LoRA layers travel: slots in a mean, what is chosen by bytes, and sums that round alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

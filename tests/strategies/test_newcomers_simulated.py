@@ -1,7 +1,5 @@
 """What a newcomer takes over, with real strategies on virtual time: each local step is in the run's average once."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """However the peers of a run start, all end with the same parameters: a run has one origin."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """One member has to copy its tensors before it can send them; the others do not."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The options of a quorum, the grace period, and the weight of what comes late."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Rounds with a quorum, with real strategies on virtual time: nobody waits, no step is lost, none is made twice."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Newcomers whose download of the state takes longer than the others take for a global step, on virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Searches for a group on machines that sleep, or stand still, for longer than the search may take."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 

@@ -1,7 +1,5 @@
 """The example strategy of docs/how-to/strategies.md works."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Training peers are killed at critical moments and others join; all that finish hold the same parameters."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from functools import partial

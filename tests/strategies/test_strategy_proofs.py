@@ -1,7 +1,5 @@
 """The arithmetic of the strategies against references computed by hand, in one process."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

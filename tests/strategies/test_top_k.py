@@ -1,7 +1,5 @@
 """DiLoCo with `top_k`: nothing that was trained is lost, whatever happens to a peer, and all peers hold the same."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

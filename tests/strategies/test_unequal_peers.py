@@ -1,7 +1,5 @@
 """Peers of one run that differ: allowed, or refused by name at the start."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -1,15 +1,16 @@
 """Peers of unequal speed in processes of their own: nobody waits for the slow one, and none of its steps is lost."""
 
-from __future__ import annotations
+import pytest
 
 from benchmarks.unequal import Machine, measure, summary
 
 STEP = 0.02
 
 
+@pytest.mark.long  # tests/strategies/test_quorum_simulated.py has it in simulation
 def test_processes_of_unequal_speed_lose_no_step_with_a_quorum() -> None:
     """The share of the time that is spent in training depends on what else runs here; `benchmarks.unequal` has it."""
-    machines = [Machine("fast", STEP), Machine("fast", STEP), Machine("slow", 40 * STEP)]
+    machines = [Machine("fast", STEP), Machine("fast", STEP), Machine("slow", 10 * STEP)]
     figures = summary(measure(machines, 2, 40, 6.0), {})
     assert figures["failed"] == ""
     assert figures["rounds"] >= 3

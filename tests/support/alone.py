@@ -1,7 +1,5 @@
 """An averager that is alone in its run, and its model."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

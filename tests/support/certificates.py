@@ -1,7 +1,5 @@
 """Certificates of one run, good and bad ones, made once for all tests."""
 
-from __future__ import annotations
-
 import datetime
 from functools import cache
 from pathlib import Path

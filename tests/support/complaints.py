@@ -1,7 +1,5 @@
 """What was logged and should not have been."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Which local steps the rounds of a run on virtual time have averaged, from what their members sent."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What fakes of a transport have in common."""
 
-from __future__ import annotations
-
 
 class OneLane:
     """A transport with one way for parts."""

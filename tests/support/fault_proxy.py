@@ -1,7 +1,5 @@
 """A TCP proxy in front of one peer that stalls, cuts, swallows, corrupts or slows what others send to it."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

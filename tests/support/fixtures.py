@@ -1,7 +1,5 @@
 """Fixtures of the integration tests."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator

@@ -1,7 +1,5 @@
 """Workers forked from a process that has imported torch already, which alone takes a second and a half of CPU."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Peers that gossip on the memory network in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Services that answer as a test says, and two transports on loopback to call them with."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os

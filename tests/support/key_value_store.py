@@ -1,7 +1,5 @@
 """What a key-value store must do, see `averaging.transport.KeyValueStore`: held against the model and a real etcd."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,10 +16,7 @@ async def values_are_written_under_revisions(store: KeyValueStore, compact: Comp
     """A change is one step with one revision; a range is read in the order of its keys."""
     lease = await store.grant(60.0)
     first = await store.change({b"a/2": b"2", b"a/1": b"1", b"b/1": b"other"}, lease)
-    assert (await store.list_values(b"a/", 9)).values == (
-        StoredValue(b"a/1", b"1"),
-        StoredValue(b"a/2", b"2"),
-    )
+    assert (await store.list_values(b"a/", 9)).values == (StoredValue(b"a/1", b"1"), StoredValue(b"a/2", b"2"))
     second = await store.change({b"a/2": b"two"}, lease)
     assert second == first + 1
     third = await store.change({b"a/1": None, b"a/3": b"3"}, lease)
@@ -79,12 +74,7 @@ async def a_watch_tells_all_changes_in_order(store: KeyValueStore, compact: Comp
     await store.change({b"ab": b""}, lease)
     fourth = await store.change({b"a/1": b"3"}, lease)
     assert await watching == fourth
-    assert seen == [
-        StoredValue(b"a/1", b"1"),
-        StoredValue(b"a/1", b"2"),
-        b"a/1",
-        StoredValue(b"a/1", b"3"),
-    ]
+    assert seen == [StoredValue(b"a/1", b"1"), StoredValue(b"a/1", b"2"), b"a/1", StoredValue(b"a/1", b"3")]
     seen.clear()
     await collect(2, second)  # it goes on where another one has ended
     assert seen == [b"a/1", StoredValue(b"a/1", b"3")]

@@ -1,7 +1,5 @@
 """Finds leaks: tasks, collections that have grown, objects of finished rounds."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections import Counter, deque

@@ -4,8 +4,6 @@ Pure: no process, clock or socket. A simulation and a run of real processes repo
 raises a `LedgerError` that names the evidence. A `life` is one start of a peer's process: 1, 2, … after each kill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain TCP servers of tests, whose connections have all ended when the test goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable

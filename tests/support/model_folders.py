@@ -1,7 +1,5 @@
 """A model's folder without a library: a configuration, a tokenizer, weights under names of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

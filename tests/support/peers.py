@@ -1,7 +1,5 @@
 """Peers on real gRPC and gossip, in one process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing

@@ -1,7 +1,5 @@
 """Ports for servers that are started at a known port, or again at the port they had."""
 
-from __future__ import annotations
-
 import os
 import random
 from itertools import cycle

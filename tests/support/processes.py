@@ -1,7 +1,5 @@
 """Real processes that tell what they do as JSON lines: started, waited for with a deadline, never left behind."""
 
-from __future__ import annotations
-
 import json
 import queue
 import signal

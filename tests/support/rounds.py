@@ -1,7 +1,5 @@
 """All-reduce rounds on the memory network, without matchmaking: the group is given."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence

@@ -4,8 +4,6 @@ An averager blocks the script that calls it. Here each script is a greenlet: whe
 it switches back to the event loop, in which all peers of the simulation live.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import random

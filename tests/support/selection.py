@@ -1,7 +1,5 @@
 """What `make test` runs of a test with many cases. `make test-long` runs all of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that are coroutines in virtual time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec

@@ -5,8 +5,6 @@ variables that torchrun sets, or without them as a peer of one process, which tr
 prints JSON lines: `ready`, `step` after each step with a digest of the model, `done` with the whole model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

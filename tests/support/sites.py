@@ -1,7 +1,5 @@
 """Sites whose ranks are processes of this machine, without torchrun; and the same training between single processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

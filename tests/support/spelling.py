@@ -1,7 +1,5 @@
 """Messages as text, to compare messages that contain NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from averaging.protocol.messages import AveragingData, DownloadData

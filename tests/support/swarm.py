@@ -1,7 +1,5 @@
 """Whole peers on the memory network and memory discovery, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -13,7 +11,6 @@ import torch
 from averaging import Peer, Receipt
 from averaging.peer import PeerContext
 from averaging.protocol.group import Mode
-from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork
@@ -105,7 +102,3 @@ def spread(tensors: Sequence[torch.Tensor]) -> float:
     """The largest distance of any element from the mean over all peers."""
     stacked = torch.stack(list(tensors))
     return float((stacked - stacked.mean(dim=0)).abs().max())
-
-
-def groups_of(receipts: Sequence[Receipt]) -> dict[bytes, Receipt]:
-    return {receipt.group_id: receipt for receipt in receipts if receipt.outcome is Outcome.AVERAGED}

@@ -9,8 +9,6 @@ what its `way` says:
   `handled`, and `left` when it has ended its loop.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Several averagers that train together over gRPC in one process, each in its own thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sites that train: real averagers with real strategies and gossip, on the memory network in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Peers with other constants than users have: smaller parts, shorter deadlines, other replies."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any

@@ -4,8 +4,6 @@ Run as `python -m tests.support.worker '{"run_id": ..., "value": ..., ...}'`; it
 command a line on stdin: `average`, `reset` (to the values of the start), `download` or `quit`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

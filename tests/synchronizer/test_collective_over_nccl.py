@@ -1,7 +1,5 @@
 """A weight sync group over NCCL, with a stand-in for torch's group: how long it waits, and whose errors end what."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

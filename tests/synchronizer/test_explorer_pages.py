@@ -1,7 +1,5 @@
 """What docs/how-to/follow.md and docs/operate/grpcurl.md say of a synchronizer; test_pages.py runs its scripts."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Statuses, versions and waits of a synchronizer: what each call does, and what holds after any sequence of calls."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

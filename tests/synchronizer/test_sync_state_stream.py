@@ -1,7 +1,5 @@
 """A state as messages: what arrives is what was sent, and anything else is an error."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """`Synchronizer` in one process: waits, modules, checkpoints, versions over restarts, get_actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from averaging import ClosedError, ConfigError, StateError, TensorError
-from averaging.errors import WaitTimeoutError
 from averaging.rl.synchronizer import (
     RunningStatus,
     Synchronizer,
@@ -55,25 +52,6 @@ class Module:
 
 def state(value: float = 0.0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((2, 3), value), "b": torch.full((2,), value, dtype=torch.bfloat16)}
-
-
-@simulated
-async def test_a_timeout_and_a_cancellation_leave_nobody_in_require_sync() -> None:
-    async with Synchronizer(config=SynchronizerConfig(sync_timeout=5.0)) as synchronizer:
-        await synchronizer.set_trainer_status(RUNNING)
-        await synchronizer.set_explorer_status(RUNNING)
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(WaitTimeoutError, match="within 5 s"):
-            await synchronizer.wait_new_model_state_dict(0)
-        assert asyncio.get_running_loop().time() - began == pytest.approx(5.0, abs=0.01)
-        assert not synchronizer.explorer_requires_sync()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await synchronizer.wait_new_model_state_dict(0)
-        assert synchronizer.explorer_status_counts[RUNNING] == 1
-        assert await synchronizer.ready_to_nccl_sync("trainer", 3) is None
-        assert synchronizer.model_version == 0
-        assert synchronizer.trainer_requires_weight_sync() is False
 
 
 @simulated

@@ -1,7 +1,5 @@
 """Trainers and explorers as processes: all methods of transfer, deaths at any moment, nobody left counted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

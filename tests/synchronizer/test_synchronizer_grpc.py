@@ -1,7 +1,5 @@
 """`averaging.synchronizer.v1.Synchronizer` between processes and loops: methods, sessions, cuts, TLS, tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -22,7 +20,6 @@ from averaging.rl.synchronizer import (
     methods,
     synchronizer as synchronizing,
 )
-from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService
 from averaging.rpc import RpcChannel, RpcServer
 from averaging.wire import synchronizer_pb2 as wire
@@ -346,28 +343,6 @@ async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch:
                 found, version = await once_connected(explorer.get_model_state_dict)
                 assert version == 3
                 assert same(found, new)
-
-
-async def test_slow_readers_get_whole_versions_or_an_error() -> None:
-    """While newer versions come, each reader ends with exactly one of them."""
-    async with served() as (synchronizer, endpoint), AsyncExitStack() as stack:
-        explorers = [await stack.enter_async_context(Synchronizer.connect(endpoint)) for _ in range(8)]
-        await synchronizer.set_model_state_dict(state(0.0, 1 << 18), 0)
-
-        async def publish() -> None:
-            for version in range(1, 20):
-                await synchronizer.set_model_state_dict(state(version, 1 << 18), version)
-                await asyncio.sleep(0)
-
-        async def read(explorer: RemoteSynchronizer) -> None:
-            for _ in range(3):
-                found, version = await explorer.get_model_state_dict()
-                assert same(found, state(version, 1 << 18))
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(publish())
-            for explorer in explorers:
-                tasks.create_task(read(explorer))
 
 
 async def test_messages_of_strangers_are_refused() -> None:

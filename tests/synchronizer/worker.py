@@ -5,8 +5,6 @@ lines: `ready`, `version` with the value of the weights for each version that a 
 or `none` if a transfer did not come about, and `end`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """TOP_K written down a second time, slowly and element by element, as a reference for tests."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Codecs: shapes, dtypes and memory, their errors, and a decoder that trusts nothing."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

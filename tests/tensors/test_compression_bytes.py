@@ -1,7 +1,5 @@
 """The exact bytes of every codec, compared with naive numpy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -98,9 +96,7 @@ DUMB = {
 
 @pytest.mark.parametrize("code", DUMB)
 @pytest.mark.parametrize(
-    "values",
-    [GOLDEN, np.random.default_rng(5).standard_normal((3, 701)).astype(np.float32)],
-    ids=["by hand", "normal"],
+    "values", [GOLDEN, np.random.default_rng(5).standard_normal((3, 701)).astype(np.float32)], ids=["by hand", "normal"]
 )
 def test_golden_bytes(code: CompressionType, values: Array) -> None:
     wire = encode(torch.tensor(values), code)

@@ -1,7 +1,5 @@
 """Codecs that work in pieces give the same bytes and values as a naive codec on the whole tensor."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

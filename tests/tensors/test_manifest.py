@@ -1,7 +1,5 @@
 """What all ways of sending tensors share: dtypes, descriptions, pieces, and bytes that arrive in order."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest
@@ -10,14 +8,7 @@ from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import WireTensor
-from averaging.tensors import (
-    STATE_DTYPES,
-    TensorBuffer,
-    TensorInfo,
-    check_tensors,
-    chunks_of,
-    view_memory,
-)
+from averaging.tensors import STATE_DTYPES, TensorBuffer, TensorInfo, check_tensors, chunks_of, view_memory
 
 
 @given(st.binary(max_size=40), st.integers(1, 9))

@@ -1,7 +1,5 @@
 """Writing to tensors that the application may hold."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

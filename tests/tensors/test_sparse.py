@@ -1,7 +1,5 @@
 """Sparse contributions: blocks, the choice, the bytes, and what is decoded, against a reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

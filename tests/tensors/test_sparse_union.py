@@ -1,7 +1,5 @@
 """The average of sparse contributions: its arithmetic, its forms on the wire, and what is lost in them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

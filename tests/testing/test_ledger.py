@@ -1,7 +1,5 @@
 """The checks of runs under failures, in tests/support/ledger.py, find what they are for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

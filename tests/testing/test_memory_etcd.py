@@ -1,7 +1,5 @@
 """The model of etcd does what a real one does; tests/etcd holds that to the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from averaging.testing import virtual_time

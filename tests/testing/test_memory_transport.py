@@ -1,7 +1,5 @@
 """What the network of simulations has in common with a real one."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -1,22 +1,11 @@
 """Learned deadlines: bounds, adaptation, robustness against outliers, and the fair clock."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest
 from hypothesis import given, strategies as st
 
-from averaging.timing.deadlines import (
-    LIFETIME,
-    MAX_WAITS,
-    MIN_WAITS,
-    Deadline,
-    Deadlines,
-    FairClock,
-    Phase,
-    size_class,
-)
+from averaging.timing.deadlines import LIFETIME, MAX_WAITS, MIN_WAITS, Deadline, Deadlines, FairClock, Phase, size_class
 
 waits = st.lists(st.floats(0, 1e4), min_size=MIN_WAITS, max_size=3 * MAX_WAITS)
 

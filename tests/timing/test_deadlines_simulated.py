@@ -1,7 +1,5 @@
 """Deadlines learned in a few normal rounds, in virtual time: silent members cost little, slow ones are kept."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from typing import Any

@@ -1,7 +1,5 @@
 """Timeouts in fair seconds, in virtual time: when they expire, their messages, and what is learned from them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The tests of averaging.integrations with the real libraries, which `make test-integrations` runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 
@@ -12,11 +10,6 @@ from tests.support.training import Run
 
 # Nothing is looked for outside this machine, and nobody is told of these tests.
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-
-
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with one of two markers: their libraries need not be installed for the other tests."""
-    return None if config.option.markexpr in ("integrations", "posttrain") else True
 
 
 @pytest.fixture

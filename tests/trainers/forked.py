@@ -5,8 +5,6 @@ processes with a number, 0 or 1, and a queue that the two share. What it tells w
 lines; what the libraries print goes to stderr. The exit code is 1 if one fails.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

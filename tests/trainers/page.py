@@ -1,7 +1,5 @@
 """The code of docs/how-to/trainers.md, and what it is run with."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial

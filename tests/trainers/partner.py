@@ -1,7 +1,5 @@
 """A peer that no trainer trains, beside one that a trainer trains; and a strategy that notes what it is told."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator

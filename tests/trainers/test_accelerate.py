@@ -1,7 +1,5 @@
 """averaging.integrations.accelerate in real loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from multiprocessing.queues import SimpleQueue
 from typing import Any

@@ -1,7 +1,5 @@
 """The scripts of docs/how-to/choose.md that need transformers: a LoRA among friends, and a trainer with GRPO."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

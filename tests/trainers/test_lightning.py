@@ -1,7 +1,5 @@
 """averaging.integrations.lightning in a real Trainer."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What `averaging follow --config` and `averaging export` write, read by the real transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

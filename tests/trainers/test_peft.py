@@ -1,7 +1,5 @@
 """averaging.integrations.peft with the real peft and a small model of transformers with random weights."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

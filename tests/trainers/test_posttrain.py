@@ -1,7 +1,5 @@
 """Post-training from end to end, with all its kills."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`averaging serve` with the real transformers and the real client of OpenAI."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """The code of docs/how-to/trainers.md in two processes of each trainer; and two processes of one trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

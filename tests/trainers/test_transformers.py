@@ -1,7 +1,5 @@
 """averaging.integrations.transformers in a real Trainer, with a model of random weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """averaging.integrations.loggers with the real library, offline; what it has kept is read back from its file."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

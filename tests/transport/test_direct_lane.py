@@ -1,7 +1,5 @@
 """The direct lane: how it is granted, what it does with wrong tickets and frames, and when gRPC carries the parts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The encryption of direct connections: test vectors, and bytes that are changed, repeated, moved or left out."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The bytes of every message: there and back, and what is no such message."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from enum import Enum
@@ -228,10 +226,7 @@ def test_what_a_request_repeats_is_counted_before_it_is_taken(method: RpcMethod[
         (methods.PUSH, b"\x0a\0" * (MANY // 2)),
         (methods.SUBSCRIBE, b"\x0a\0" * MANY),
         (methods.LIST_RECORDS, b"\x0a\0" * MANY),
-        (
-            methods.GET_SCHEMA,
-            b"\x22\x07average" + b"\x12\0" * MANY,
-        ),
+        (methods.GET_SCHEMA, b"\x22\x07average" + b"\x12\0" * MANY),
     ],
 )
 def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: RpcMethod[Any, Any], raw: bytes) -> None:

@@ -1,7 +1,5 @@
 """What is told of a failed call: what gRPC says of it, whose words its timers decide, and what services refuse."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,13 +8,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    ClosedError,
-    PeerUnreachableError,
-    ProtocolViolationError,
-)
+from averaging.errors import AveragingError, CallRefusedError, ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
 from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call
 from tests.support.grpc_fakes import (

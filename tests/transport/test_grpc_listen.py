@@ -1,7 +1,5 @@
 """Taking an address, what everybody can ask a peer, and how a transport is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncGenerator

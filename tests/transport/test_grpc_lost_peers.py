@@ -1,7 +1,5 @@
 """Peers that are not there, die or are cut off: what the other end of a call sees, and how soon."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

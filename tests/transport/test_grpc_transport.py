@@ -1,25 +1,13 @@
 """Every method over loopback sockets, and how calls end when all goes well."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import pytest
 
-from averaging.protocol.messages import (
-    AveragingData,
-    MessageCode,
-)
-from tests.support.grpc_fakes import (
-    FakePeer,
-    client,
-    number_of,
-    part,
-    parts,
-    serving,
-)
+from averaging.protocol.messages import AveragingData, MessageCode
+from tests.support.grpc_fakes import FakePeer, client, number_of, part, parts, serving
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 

@@ -1,7 +1,5 @@
 """What strangers and slow peers can take of a peer: headers, connections, streams, time. All of it is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -18,9 +16,7 @@ from averaging.errors import CallRefusedError, PeerUnreachableError
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, Record
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
-from averaging.transport.grpc.authentication import (
-    is_token,
-)
+from averaging.transport.grpc.authentication import is_token
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -77,9 +73,7 @@ async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch
         await caller.get_schema(endpoint)
 
 
-async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = channels.Channels(MAX_MESSAGE_BYTES)
     async with serving(FakePeer()) as (_, endpoint):
         async with lines.connection(endpoint) as first:

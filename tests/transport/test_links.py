@@ -1,7 +1,5 @@
 """Links of the repository's pages lead to files that are there, and anchors to headings."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from functools import cache

@@ -1,7 +1,5 @@
 """Calls through an HTTP proxy that was asked for, and none through the proxies of other programs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -75,12 +73,7 @@ async def test_peers_average_through_a_proxy(tmp_path: Path, monkeypatch: pytest
         )
         monkeypatch.setenv("AVERAGING_PROXY", f"http://user:secret@{address}")
         client = await enter(
-            stack,
-            {"w": torch.zeros(3)},
-            join=[founder.endpoint],
-            mode="client",
-            group_size=2,
-            **write(tmp_path),
+            stack, {"w": torch.zeros(3)}, join=[founder.endpoint], mode="client", group_size=2, **write(tmp_path)
         )
         receipts = await average(founder, client)
     assert all(receipt.averaged for receipt in receipts)

@@ -1,7 +1,5 @@
 """Methods of rooms above the core, on real sockets: all shapes of a call, errors, tokens, TLS, a peer's own port."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -39,12 +37,7 @@ class Echo:
         self.closed = asyncio.Event()
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        return [
-            SAY.answers(self.say),
-            COUNT.streams(self.count),
-            SUM.collects(self.sum),
-            DOUBLE.exchanges(self.double),
-        ]
+        return [SAY.answers(self.say), COUNT.streams(self.count), SUM.collects(self.sum), DOUBLE.exchanges(self.double)]
 
     async def say(self, request: StringValue) -> StringValue:
         if request.value == "busy":
@@ -112,10 +105,7 @@ async def test_grpc_has_left_the_event_loop_when_the_last_channel_is_closed() ->
     async def use() -> None:
         async with RpcChannel(endpoints[0]) as first, RpcChannel(endpoints[1]) as second, AsyncExitStack() as stack:
             for channel in (first, second) * 20:
-                for shape in (
-                    channel.stream(COUNT, Int64Value(value=-1)),
-                    channel.stream(DOUBLE, endless()),
-                ):
+                for shape in (channel.stream(COUNT, Int64Value(value=-1)), channel.stream(DOUBLE, endless())):
                     replies = await stack.enter_async_context(aclosing(shape))
                     await anext(replies)
             with pytest.raises(PeerUnreachableError):

@@ -1,7 +1,5 @@
 """Tensors in messages of rooms above the core."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

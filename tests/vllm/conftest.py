@@ -4,8 +4,6 @@ vLLM's wheel has no kernels for the CPU, so nothing is generated here. The model
 layers, the worker's methods of weight transfer and the HTTP routes are vLLM's own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +13,6 @@ import pytest
 import torch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-
-
-def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m vllm`: vLLM has an environment of its own."""
-    return None if config.option.markexpr == "vllm" else True
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """The backend `averaging` in vLLM's worker: versions, digests, fused tensors, failures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`averaging follow --engine` with vLLM's own HTTP routes, and its worker behind them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

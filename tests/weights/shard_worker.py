@@ -6,8 +6,6 @@ only the last layer's bias has changed. With the role `train` it trains until th
 JSON lines: `ready`, `published`, `has`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Differences of pieces: lossless for all codings and element sizes, small for small changes, and safe to decode."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import numpy as np

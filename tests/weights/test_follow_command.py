@@ -1,7 +1,5 @@
 """`averaging follow` as a process: the file, the command after each version, faults and exit codes."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

@@ -1,7 +1,5 @@
 """`averaging follow --config`: versions side by side, a link to the newest, and readers that notice nothing."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which addresses a follower dials: those of the user, and those at which a peer can be."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One host cannot take all of a synchronizer or a publisher, and calls that say nothing end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager

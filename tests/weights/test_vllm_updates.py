@@ -1,7 +1,5 @@
 """What a vLLM server is asked when an update fails at any of its steps. `tests/vllm` has the real one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Parts of tensors are put together as a dumb reference does, whatever the layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks of FSDP2 publish their parts; followers put them together, or take their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

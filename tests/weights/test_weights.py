@@ -1,7 +1,5 @@
 """Publishers and followers on real sockets: what travels, who hands it on, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Faults in the middle of a transfer: a follower ends with exactly one published version, bit for bit."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Versions that are sent while their digests are computed: nothing reaches the user before all of it is verified."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterable

@@ -1,7 +1,5 @@
 """Weights in memory: pieces, digests, what is shared between versions, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

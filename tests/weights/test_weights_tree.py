@@ -1,7 +1,5 @@
 """From whom followers get a version: few copies from the publisher, short ways, no circle; and how late they are."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -3,8 +3,6 @@
 `python -m tests.weights.weights_worker PORT FIRST` publishes version FIRST, and the next for each line on stdin.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Backends of model workers whose results can be computed by hand, and the graph of PPO over them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field

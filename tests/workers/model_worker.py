@@ -4,8 +4,6 @@ Run as `python -m tests.workers.model_worker '{"name": "a0", "model": "actor", â
 the master. It prints JSON lines.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

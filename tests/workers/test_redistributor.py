@@ -1,7 +1,5 @@
 """Plans of transfers, compared with a dumb reference on random layouts, and the division of samples over ranks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

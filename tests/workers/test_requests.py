@@ -1,7 +1,5 @@
 """A request runs once, however often it is sent; the order of a flush; data of messages."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -68,13 +66,15 @@ class Master:
         return self.log.kinds("a0")
 
 
-def simulate(scenario: Callable[[Master], Coroutine[Any, Any, None]]) -> None:
+def simulated(scenario: Callable[[Master], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Makes a test of what a master and one worker say to each other."""
+
     async def main() -> None:
         master = Master()
         async with master.worker:
             await scenario(master)
 
-    virtual_time.run(main())
+    return lambda: virtual_time.run(main())
 
 
 async def prepare(master: Master, session: str) -> list[str]:
@@ -87,65 +87,61 @@ async def prepare(master: Master, session: str) -> list[str]:
     return ids
 
 
-def test_a_request_that_is_sent_again_runs_once_and_gets_the_same_reply() -> None:
-    async def scenario(master: Master) -> None:
-        async with master.attached() as session:
-            ids = await prepare(master, session)
-            compute = Compute("gen", "actor", 1, 1, ids, ["prompt"], ["answer"])
-            first = master.send(session, Handle.GENERATE, "g", compute)
-            second = master.send(session, Handle.GENERATE, "g", compute)  # while it waits for a flush
-            flushes = [master.send(session, Handle.FLUSH, "f2", Ids(["g"])) for _ in range(2)]
-            assert [decode_payload((await flush).payload).data for flush in flushes] == [1, 1]
-            third = master.send(session, Handle.GENERATE, "g", compute)  # while it runs
-            replies = [await task for task in (first, second, third)]
-            replies.append(await master.send(session, Handle.GENERATE, "g", compute))  # when it has been carried out
-            assert replies == [replies[0]] * 4
-            assert decode_payload(replies[0].payload).data["keys"] == ["answer"]
-            assert master.kinds() == ["actor.initialize", "actor.generate"]
-
-    simulate(scenario)
-
-
-def test_a_flush_that_overtakes_its_requests_waits_for_them() -> None:
-    async def scenario(master: Master) -> None:
-        async with master.attached() as session:
-            flush = master.send(session, Handle.FLUSH, "f", Ids(["i", "j"]))
-            first = master.send(session, Handle.INITIALIZE, "i", Compute("actor", "actor"))
-            await asyncio.sleep(5.0)
-            assert not flush.done()
-            await master.send(session, Handle.SPEC, "s")  # others do not wait
-            second = master.send(session, Handle.INITIALIZE, "j", Compute("actor", "actor"))
-            assert decode_payload((await flush).payload).data == 2
-            assert [decode_payload((await task).payload).data for task in (first, second)] == [0, 0]
-            never = master.send(session, Handle.FLUSH, "never", Ids(["lost"]))
-            with pytest.raises(ProtocolViolationError, match="a flush whose requests have not arrived"):
-                await never
-
-    simulate(scenario)
-
-
-def test_after_a_break_a_master_gets_the_replies_that_it_waits_for_and_old_requests_are_stale() -> None:
-    async def scenario(master: Master) -> None:
-        async with master.attached() as old:
-            ids = await prepare(master, old)
-            compute = Compute("gen", "actor", 1, 1, ids, ["prompt"], ["answer"])
-            broken = [master.send(old, Handle.GENERATE, name, compute) for name in ("g", "unwanted")]
-            await master.send(old, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
-            master.network.break_streams("a0:1")
-            await asyncio.wait(broken)
-        async with master.attached("g", "f2") as session:
-            assert (await master.send(old, Handle.GENERATE, "late", compute)).stale
-            reply = decode_payload((await master.send(session, Handle.GENERATE, "g", compute)).payload)
-            assert reply.data["keys"] == ["answer"]
-            # The flush was carried out, though its requests are forgotten: the master had received their replies.
-            flush = await master.send(session, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
-            assert decode_payload(flush.payload).data == 2
-            await master.send(session, Handle.SPEC, "last", None, "g", "f2")
+@simulated
+async def test_a_request_that_is_sent_again_runs_once_and_gets_the_same_reply(master: Master) -> None:
+    async with master.attached() as session:
+        ids = await prepare(master, session)
+        compute = Compute("gen", "actor", 1, 1, ids, ["prompt"], ["answer"])
+        first = master.send(session, Handle.GENERATE, "g", compute)
+        second = master.send(session, Handle.GENERATE, "g", compute)  # while it waits for a flush
+        flushes = [master.send(session, Handle.FLUSH, "f2", Ids(["g"])) for _ in range(2)]
+        assert [decode_payload((await flush).payload).data for flush in flushes] == [1, 1]
+        third = master.send(session, Handle.GENERATE, "g", compute)  # while it runs
+        replies = [await task for task in (first, second, third)]
+        replies.append(await master.send(session, Handle.GENERATE, "g", compute))  # when it has been carried out
+        assert replies == [replies[0]] * 4
+        assert decode_payload(replies[0].payload).data["keys"] == ["answer"]
         assert master.kinds() == ["actor.initialize", "actor.generate"]
-        assert (await master.send(session, Handle.SPEC, "after the end")).stale
-        assert set(master.worker._book) == {"last"}
 
-    simulate(scenario)
+
+@simulated
+async def test_a_flush_that_overtakes_its_requests_waits_for_them(master: Master) -> None:
+    async with master.attached() as session:
+        flush = master.send(session, Handle.FLUSH, "f", Ids(["i", "j"]))
+        first = master.send(session, Handle.INITIALIZE, "i", Compute("actor", "actor"))
+        await asyncio.sleep(5.0)
+        assert not flush.done()
+        await master.send(session, Handle.SPEC, "s")  # others do not wait
+        second = master.send(session, Handle.INITIALIZE, "j", Compute("actor", "actor"))
+        assert decode_payload((await flush).payload).data == 2
+        assert [decode_payload((await task).payload).data for task in (first, second)] == [0, 0]
+        never = master.send(session, Handle.FLUSH, "never", Ids(["lost"]))
+        with pytest.raises(ProtocolViolationError, match="a flush whose requests have not arrived"):
+            await never
+
+
+@simulated
+async def test_after_a_break_a_master_gets_the_replies_that_it_waits_for_and_old_requests_are_stale(
+    master: Master,
+) -> None:
+    async with master.attached() as old:
+        ids = await prepare(master, old)
+        compute = Compute("gen", "actor", 1, 1, ids, ["prompt"], ["answer"])
+        broken = [master.send(old, Handle.GENERATE, name, compute) for name in ("g", "unwanted")]
+        await master.send(old, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
+        master.network.break_streams("a0:1")
+        await asyncio.wait(broken)
+    async with master.attached("g", "f2") as session:
+        assert (await master.send(old, Handle.GENERATE, "late", compute)).stale
+        reply = decode_payload((await master.send(session, Handle.GENERATE, "g", compute)).payload)
+        assert reply.data["keys"] == ["answer"]
+        # The flush was carried out, though its requests are forgotten: the master had received their replies.
+        flush = await master.send(session, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
+        assert decode_payload(flush.payload).data == 2
+        await master.send(session, Handle.SPEC, "last", None, "g", "f2")
+    assert master.kinds() == ["actor.initialize", "actor.generate"]
+    assert (await master.send(session, Handle.SPEC, "after the end")).stale
+    assert set(master.worker._book) == {"last"}
 
 
 def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, publishes: bool = False) -> Payload:

@@ -1,7 +1,5 @@
 """The plan of a master: levels of the graph of calls, routing by name, and mistakes that are found at once."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

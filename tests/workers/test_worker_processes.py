@@ -1,7 +1,5 @@
 """Model workers in processes of their own: killed, stopped and started again; masters killed and started twice."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Transfers of tensors between workers: silent sources, and what was not requested."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Master and model workers on real sockets: the requests of a master, 10,000 of them, tokens, strangers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing
@@ -25,13 +23,7 @@ from averaging.rl.workers import (
     Plan,
 )
 from averaging.rl.workers.plan import Model
-from averaging.rl.workers.requests import (
-    ATTACH,
-    FETCH_DATA,
-    REQUEST,
-    decode_payload,
-    encode_payload,
-)
+from averaging.rl.workers.requests import ATTACH, FETCH_DATA, REQUEST, decode_payload, encode_payload
 from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, read_credentials
 from averaging.security.credentials import local_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, Request

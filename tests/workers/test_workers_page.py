@@ -1,7 +1,5 @@
 """docs/how-to/workers.md: its code and commands run as written, except for ports, and print what the page says."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -97,14 +97,15 @@ class Site:
             yield client, StepRunner(plan, client, tracker)
 
 
-def simulate(scenario: Callable[[Site], Coroutine[Any, Any, Any]]) -> Any:
-    async def main() -> Any:
-        async with Site() as site:
-            result = await scenario(site)
-        assert site.network.calls == 0
-        return result
+def simulated(scenario: Callable[[Site], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Makes a test of what happens at the workers of one site."""
 
-    return virtual_time.run(main())
+    async def main() -> None:
+        async with Site() as site:
+            await scenario(site)
+        assert site.network.calls == 0
+
+    return lambda: virtual_time.run(main())
 
 
 async def until_lost(client: RequestClient, worker: str, lost: bool = True) -> None:
@@ -121,85 +122,79 @@ def post(client: RequestClient, handler: str, handle: str, call: str, *hooks: st
     return client.post(request)
 
 
-def test_ppo() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        async with site.master(site.plan()) as (client, runner):
-            await runner.initialize()
-            results = [await runner.step() for _ in range(3)]
-            assert len(client) == 0
-            # What the last requests have not told yet is all that a worker remembers.
-            assert all(len(worker._book) <= 4 for worker in site.workers.values())
-        assert [result.step for result in results] == [1, 2, 3]
-        samples = [sample for result in results for sample in result.samples]
-        assert len(samples) == len(set(samples)) == 24
-        # The prompts are n, n + 1, …; the answers of step s are larger by s - 1; the reward is their sum.
-        for result in results:
-            numbers = [int(sample.partition("-")[2]) for sample in result.samples]
-            rewards = [sum(range(n, n + 1 + n % 5)) + (result.step - 1) * (1 + n % 5) for n in numbers]
-            assert result.stats["actor_train"]["reward"] == pytest.approx(sum(rewards) / 8)
-        for worker in ("a0", "a1"):
-            assert site.log.kinds(worker) == ["actor.initialize", *["actor.generate", "actor.train_step"] * 3]
-        assert site.log.kinds("r0") == ["reward.initialize", *["reward.inference"] * 3]
-        trained = [line for line in site.log.lines if line[1] == "actor.train_step"]
-        assert sorted(sample for line in trained for sample in line[2:]) == sorted(samples)
-
-    simulate(scenario)
+@simulated
+async def test_ppo(site: Site) -> None:
+    await site.start_ppo()
+    async with site.master(site.plan()) as (client, runner):
+        await runner.initialize()
+        results = [await runner.step() for _ in range(3)]
+        assert len(client) == 0
+        # What the last requests have not told yet is all that a worker remembers.
+        assert all(len(worker._book) <= 4 for worker in site.workers.values())
+    assert [result.step for result in results] == [1, 2, 3]
+    samples = [sample for result in results for sample in result.samples]
+    assert len(samples) == len(set(samples)) == 24
+    # The prompts are n, n + 1, …; the answers of step s are larger by s - 1; the reward is their sum.
+    for result in results:
+        numbers = [int(sample.partition("-")[2]) for sample in result.samples]
+        rewards = [sum(range(n, n + 1 + n % 5)) + (result.step - 1) * (1 + n % 5) for n in numbers]
+        assert result.stats["actor_train"]["reward"] == pytest.approx(sum(rewards) / 8)
+    for worker in ("a0", "a1"):
+        assert site.log.kinds(worker) == ["actor.initialize", *["actor.generate", "actor.train_step"] * 3]
+    assert site.log.kinds("r0") == ["reward.initialize", *["reward.inference"] * 3]
+    trained = [line for line in site.log.lines if line[1] == "actor.train_step"]
+    assert sorted(sample for line in trained for sample in line[2:]) == sorted(samples)
 
 
-def test_hooks_run_in_order() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        hooks = (Evaluate(), Average(every=2), Save(path="ckpt/{step}", every=2), Offload())
-        async with site.master(site.plan(*hooks)) as (_, runner):
-            await runner.initialize()
-            results = [await runner.step() for _ in range(2)]
-        assert results[0].stats["actor_train"]["evaluate/step"] == 1
-        assert "average/members" not in results[0].stats["actor_train"]
-        assert results[1].stats["actor_train"]["average/members"] == 2
-        step = ["actor.generate", "actor.train_step", "actor.evaluate"]
-        second = [*step, "actor.average", "actor.save", "actor.offload"]
-        assert site.log.kinds("a0") == ["actor.initialize", *step, "actor.offload", *second]
-        assert ("a0", "actor.save", "/saved/ckpt/2") in site.log.lines
-
-    simulate(scenario)
+@simulated
+async def test_hooks_run_in_order(site: Site) -> None:
+    await site.start_ppo()
+    hooks = (Evaluate(), Average(every=2), Save(path="ckpt/{step}", every=2), Offload())
+    async with site.master(site.plan(*hooks)) as (_, runner):
+        await runner.initialize()
+        results = [await runner.step() for _ in range(2)]
+    assert results[0].stats["actor_train"]["evaluate/step"] == 1
+    assert "average/members" not in results[0].stats["actor_train"]
+    assert results[1].stats["actor_train"]["average/members"] == 2
+    step = ["actor.generate", "actor.train_step", "actor.evaluate"]
+    second = [*step, "actor.average", "actor.save", "actor.offload"]
+    assert site.log.kinds("a0") == ["actor.initialize", *step, "actor.offload", *second]
+    assert ("a0", "actor.save", "/saved/ckpt/2") in site.log.lines
 
 
-def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_one() -> None:
-    async def scenario(site: Site) -> None:
-        release = asyncio.Event()
+@simulated
+async def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_one(site: Site) -> None:
+    release = asyncio.Event()
 
-        class Waiting(Recorded):
-            async def inference(self, batch: SampleBatch, step: int) -> dict[str, Any]:
-                if self.shard.model == "b":
-                    await release.wait()
-                return {"x": [torch.zeros(1)] * len(batch)}
+    class Waiting(Recorded):
+        async def inference(self, batch: SampleBatch, step: int) -> dict[str, Any]:
+            if self.shard.model == "b":
+                await release.wait()
+            return {"x": [torch.zeros(1)] * len(batch)}
 
-        await site.start("w0", a=Waiting("w0", site.log), b=Waiting("w0", site.log))
-        await site.start("w1", a=Waiting("w1", site.log))
-        models = (Model("a", ("w0",)), Model("b", ("w0",)))
-        plan = Plan(site.endpoints, models, (Call("a", "a", "inference", ("prompt",), ("x",)),), 1, ("prompt",))
-        async with site.master(plan) as (client, runner):
-            await runner.initialize()
-            await client.call(["w0"], Handle.FETCH, [{"count": 1}])
-            waits = Payload("b@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("b", "b"))
-            # Its data comes from a worker that does not have it yet.
-            step = {"comm_type": "bcast", "root": "w1", "srcs": ["w1"], "dsts": ["w0"], "ids": [["s"]], "keys": ["k"]}
-            waits.pre_hooks, waits.pre_hook_data = ["data_transfer"], [[step]]
-            second = client.post(waits)
-            first = post(client, "a@dp0-tp0-pp0", Handle.INFERENCE, "a")
-            client.request(["w0"], Handle.FLUSH)
-            await asyncio.sleep(10.0)
-            assert [client.poll([first]), client.poll([second])] == [None, None]
-            data = site.workers["w1"]._executor.data
-            data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
-            reply = await client.poll_async([first, second])
-            assert reply.request_id == first
-            assert client.poll_batch([second]) == []
-            release.set()
-            assert (await client.gather([second]))[0].data["keys"] == []
-
-    simulate(scenario)
+    await site.start("w0", a=Waiting("w0", site.log), b=Waiting("w0", site.log))
+    await site.start("w1", a=Waiting("w1", site.log))
+    models = (Model("a", ("w0",)), Model("b", ("w0",)))
+    plan = Plan(site.endpoints, models, (Call("a", "a", "inference", ("prompt",), ("x",)),), 1, ("prompt",))
+    async with site.master(plan) as (client, runner):
+        await runner.initialize()
+        await client.call(["w0"], Handle.FETCH, [{"count": 1}])
+        waits = Payload("b@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("b", "b"))
+        # Its data comes from a worker that does not have it yet.
+        step = {"comm_type": "bcast", "root": "w1", "srcs": ["w1"], "dsts": ["w0"], "ids": [["s"]], "keys": ["k"]}
+        waits.pre_hooks, waits.pre_hook_data = ["data_transfer"], [[step]]
+        second = client.post(waits)
+        first = post(client, "a@dp0-tp0-pp0", Handle.INFERENCE, "a")
+        client.request(["w0"], Handle.FLUSH)
+        await asyncio.sleep(10.0)
+        assert [client.poll([first]), client.poll([second])] == [None, None]
+        data = site.workers["w1"]._executor.data
+        data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
+        reply = await client.poll_async([first, second])
+        assert reply.request_id == first
+        assert client.poll_batch([second]) == []
+        release.set()
+        assert (await client.gather([second]))[0].data["keys"] == []
 
 
 class Averaging(Backend):
@@ -253,288 +248,237 @@ def test_two_sites_enter_their_rounds_in_the_same_order() -> None:
     assert [swarm.network.errors for swarm in swarms.values()] == [[], []]
 
 
-def test_param_realloc() -> None:
+@simulated
+async def test_param_realloc(site: Site) -> None:
     """From two actors to references at the same workers and at another one."""
+    actors, references = {}, {}
+    for name in ("a0", "a1"):
+        actors[name], references[name] = Actor(name, site.log), Recorded(name, site.log)
+        await site.start(name, actor=actors[name], ref=references[name])
+    references["r0"] = Recorded("r0", site.log)
+    await site.start("r0", reward=Reward("r0", site.log), ref=references["r0"])
+    for reference in references.values():
+        reference.weight += 8
+    ref = Model("ref", ("a0", "a1", "r0"))
+    hook = ParamRealloc(source="actor", target="ref", eta=0.25, every=2)
+    async with site.master(site.plan(hook, models=(ref,))) as (_, runner):
+        await runner.initialize()
+        await runner.step()
+        assert all(float(reference.weight[0]) == 8 for reference in references.values())
+        await runner.step()
+    assert [float(actor.weight[0]) for actor in actors.values()] == [2, 2]
+    for reference in references.values():
+        assert torch.equal(reference.weight, torch.full((3,), 0.25 * 2 + 0.75 * 8))
+    for worker in site.workers.values():
+        assert len(worker._executor.data) == 0
 
-    async def scenario(site: Site) -> None:
-        actors, references = {}, {}
-        for name in ("a0", "a1"):
-            actors[name], references[name] = Actor(name, site.log), Recorded(name, site.log)
-            await site.start(name, actor=actors[name], ref=references[name])
-        references["r0"] = Recorded("r0", site.log)
-        await site.start("r0", reward=Reward("r0", site.log), ref=references["r0"])
-        for reference in references.values():
-            reference.weight += 8
-        ref = Model("ref", ("a0", "a1", "r0"))
-        hook = ParamRealloc(source="actor", target="ref", eta=0.25, every=2)
-        async with site.master(site.plan(hook, models=(ref,))) as (_, runner):
-            await runner.initialize()
+
+@simulated
+async def test_param_realloc_into_the_model_that_makes_the_call(site: Site) -> None:
+    await site.start_ppo()
+    site.workers["a0"]._executor.backends["actor"].weight += 4  # type: ignore[attr-defined]
+    source = Recorded("r0", site.log)
+    source.weight += 40
+    await site.start("x0", best=source)
+    hook = ParamRealloc(source="best", target="actor", eta=0.5)
+    async with site.master(site.plan(hook, models=(Model("best", ("x0",)),))) as (_, runner):
+        await runner.initialize()
+        await runner.step()
+    weights = [float(site.workers[name]._executor.backends["actor"].weight[0]) for name in ("a0", "a1")]  # type: ignore[attr-defined]
+    assert weights == [0.5 * 40 + 0.5 * 5, 0.5 * 40 + 0.5 * 1]
+
+
+@simulated
+async def test_only_dp_heads_give_output_and_all_shards_of_a_rank_get_the_same_input(site: Site) -> None:
+    seen: dict[str, list[list[int]]] = {}
+
+    class Shard(Recorded):
+        async def generate(self, batch: SampleBatch, step: int) -> dict[str, Any]:
+            seen[self.worker] = [tensor.tolist() for tensor in batch["prompt"]]
+            return {"answer": [tensor + (0 if self.shard.is_dp_head else 1000) for tensor in batch["prompt"]]}
+
+        async def train_step(self, batch: SampleBatch, step: int) -> dict[str, float]:
+            return {"largest": max(float(tensor.max()) for tensor in batch["answer"])}
+
+    names = [f"w{n}" for n in range(8)]
+    for name in names:
+        await site.start(name, actor=Shard(name, site.log))
+    await site.start("r0", reward=Reward("r0", site.log))
+    plan = Plan(
+        site.endpoints,
+        (Model("actor", tuple(names), Topology(dp=2, tp=2, pp=2)), Model("reward", ("r0",))),
+        ppo({"x": "127.0.0.1:1"}, ["x"], ["x"]).calls,
+        8,
+        ("prompt",),
+    )
+    async with site.master(plan) as (_, runner):
+        await runner.initialize()
+        result = await runner.step()
+    assert result.stats["actor_train"]["largest"] < 1000
+    assert [seen[name] for name in names] == [seen["w0"]] * 4 + [seen["w4"]] * 4
+    assert seen["w0"] != seen["w4"]
+
+
+@simulated
+async def test_a_silent_worker_is_lost(site: Site) -> None:
+    await site.start_ppo(slow=60.0, step=2)  # longer than any deadline: a long computation is no silence
+    async with site.master(site.plan()) as (client, runner):
+        await runner.initialize()
+        await runner.step()
+        step = asyncio.create_task(runner.step())
+        await asyncio.sleep(5.0)
+        frozen = asyncio.get_running_loop().time()
+        site.network.freeze("r0:1")
+        await until_lost(client, "r0")
+        assert 28.0 < asyncio.get_running_loop().time() - frozen < 31.0
+        assert "silent for 30 s, deadline 30 s = stall_timeout" in str(client.links["r0"].lost)
+        with pytest.raises(WorkerError, match="r0 at r0:1 is lost") as error:
+            await step
+        assert error.value.worker == "r0"
+        # Nothing is lost: when the worker answers again, the step runs for the same samples.
+        site.network.thaw("r0:1")
+        await asyncio.sleep(20.0)
+        assert client.links["r0"].lost is None
+        result = await runner.step()
+        assert result.step == 2
+
+
+@simulated
+async def test_a_broken_connection_loses_no_request_and_repeats_none(site: Site) -> None:
+    await site.start_ppo(slow=3.0)
+    async with site.master(site.plan()) as (client, runner):
+        await runner.initialize()
+        step = asyncio.create_task(runner.step())
+        for _ in range(5):
+            await asyncio.sleep(1.0)
+            for name in ("a0", "a1", "r0"):
+                site.network.break_streams(f"{name}:1")
+        result = await step
+        assert len(result.samples) == 8
+        assert len(client) == 0
+    for worker in ("a0", "a1"):
+        assert site.log.kinds(worker) == ["actor.initialize", "actor.generate", "actor.train_step"]
+
+
+@simulated
+async def test_a_worker_that_comes_back_takes_the_parameters_of_another_rank(site: Site) -> None:
+    await site.start_ppo()
+    models = (Model("actor", ("a0", "a1"), replicated=True), Model("reward", ("r0",)))
+    plan = Plan(site.endpoints, models, site.plan().calls, 8, ("prompt",))
+    async with site.master(plan) as (client, runner):
+        await runner.initialize()
+        await runner.step()
+        site.network.kill("a1:1")
+        await until_lost(client, "a1")
+        again = Actor("a1", site.log)
+        await site.start("a1", actor=again)
+        await until_lost(client, "a1", False)
+        result = await runner.step()
+        assert result.step == 2
+        assert torch.equal(again.weight, torch.full((3,), 2.0))
+        # If both come back, the first goes on with its own parameters, and not with those of the other new process.
+        both = {name: Actor(name, site.log) for name in ("a0", "a1")}
+        both["a1"].weight += 7
+        for name, actor in both.items():
+            site.network.kill(f"{name}:1")
+            await until_lost(client, name)
+            await site.start(name, actor=actor)
+        for name in both:
+            await until_lost(client, name, False)
+        assert (await runner.step()).step == 3
+        assert [actor.weight.tolist() for actor in both.values()] == [[1.0] * 3] * 2
+
+
+@simulated
+async def test_syn_and_ack_all_or_none(site: Site) -> None:
+    await site.start_ppo()
+    async with site.master(site.plan()) as (client, _):
+        data = [Compute("actor", "actor", 2)] * 2
+        actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
+        ids = await client.request_async(actors, Handle.INITIALIZE, data, no_syn=False)
+        client.request(["a0", "a1"], Handle.FLUSH)
+        assert [reply.data for reply in await client.gather(ids)] == [0, 0]
+        specs = await client.call(actors, Handle.MODEL_CONFIG, no_syn=False)
+        assert specs == [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
+        site.network.freeze("a1:1")
+        for _ in range(2):  # it is lost during the first request, and before the second one
+            with pytest.raises(WorkerError, match="a1 at a1:1 is lost: silent"):
+                async with asyncio.timeout(60.0):
+                    await client.request_async(actors, Handle.TRAIN_STEP, data, no_syn=False)
+        assert await client.call(["a0"], Handle.FLUSH) == [0]
+        assert len(site.workers["a0"]._book) <= 1
+        site.network.thaw("a1:1")
+
+
+@simulated
+async def test_clear_errors(site: Site) -> None:
+    await site.start_ppo()
+    wrong = ppo({"a0": "a0:1", "a1": "r0:1", "r0": "r0:1"}, ["a0", "a1"], ["r0"])
+    with pytest.raises(WorkerError, match="a1 refuses this master: this is 'r0', not 'a1'; correct"):
+        async with site.master(wrong):
+            pass
+    with pytest.raises(WorkerError, match="a0 has no backend of model 'reward'; it has actor"):
+        async with site.master(ppo({"a0": "a0:1"}, ["a0"], ["a0"])):
+            pass
+    with pytest.raises(
+        WorkerError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
+    ):
+        async with site.master(ppo(site.endpoints | {"x": "x:1"}, ["x"], ["r0"])):
+            pass
+    async with site.master(site.plan()) as (client, runner):
+        with pytest.raises(ConfigError, match="'ghost' is neither a worker nor a shard"):
+            await client.call(["ghost"], Handle.SPEC)
+        with pytest.raises(WorkerError, match="holds no part of a dataset"):
+            await client.call(["r0"], Handle.FETCH, [{"count": 1}])
+        request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
+        client.request(["r0"], Handle.FLUSH)
+        with pytest.raises(WorkerError, match="'reward' at r0 is not initialized; send initialize"):
+            await client.gather([request])
+        await runner.initialize()
+        request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
+        client.request(["r0"], Handle.FLUSH)
+        with pytest.raises(WorkerError, match="Reward, the backend of 'reward', has no method 'train_step'"):
+            await client.gather([request])
+        assert (await runner.step()).step == 1
+    async with site.master(site.plan(batch_size=65)) as (_, runner):
+        await runner.initialize()
+        with pytest.raises(WorkerError, match="no further samples at a0, a1: a step needs 65, and 64 are there"):
             await runner.step()
-            assert all(float(reference.weight[0]) == 8 for reference in references.values())
-            await runner.step()
-        assert [float(actor.weight[0]) for actor in actors.values()] == [2, 2]
-        for reference in references.values():
-            assert torch.equal(reference.weight, torch.full((3,), 0.25 * 2 + 0.75 * 8))
-        for worker in site.workers.values():
-            assert len(worker._executor.data) == 0
-
-    simulate(scenario)
 
 
-def test_param_realloc_into_the_model_that_makes_the_call() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        site.workers["a0"]._executor.backends["actor"].weight += 4  # type: ignore[attr-defined]
-        source = Recorded("r0", site.log)
-        source.weight += 40
-        await site.start("x0", best=source)
-        hook = ParamRealloc(source="best", target="actor", eta=0.5)
-        async with site.master(site.plan(hook, models=(Model("best", ("x0",)),))) as (_, runner):
-            await runner.initialize()
-            await runner.step()
-        weights = [float(site.workers[name]._executor.backends["actor"].weight[0]) for name in ("a0", "a1")]  # type: ignore[attr-defined]
-        assert weights == [0.5 * 40 + 0.5 * 5, 0.5 * 40 + 0.5 * 1]
+@simulated
+async def test_a_master_that_starts_again_goes_on_with_what_the_workers_hold(site: Site) -> None:
+    reached = asyncio.Event()
 
-    simulate(scenario)
-
-
-def test_only_dp_heads_give_output_and_all_shards_of_a_rank_get_the_same_input() -> None:
-    async def scenario(site: Site) -> None:
-        seen: dict[str, list[list[int]]] = {}
-
-        class Shard(Recorded):
-            async def generate(self, batch: SampleBatch, step: int) -> dict[str, Any]:
-                seen[self.worker] = [tensor.tolist() for tensor in batch["prompt"]]
-                return {"answer": [tensor + (0 if self.shard.is_dp_head else 1000) for tensor in batch["prompt"]]}
-
-            async def train_step(self, batch: SampleBatch, step: int) -> dict[str, float]:
-                return {"largest": max(float(tensor.max()) for tensor in batch["answer"])}
-
-        names = [f"w{n}" for n in range(8)]
-        for name in names:
-            await site.start(name, actor=Shard(name, site.log))
-        await site.start("r0", reward=Reward("r0", site.log))
-        plan = Plan(
-            site.endpoints,
-            (Model("actor", tuple(names), Topology(dp=2, tp=2, pp=2)), Model("reward", ("r0",))),
-            site_calls(),
-            8,
-            ("prompt",),
-        )
-        async with site.master(plan) as (_, runner):
-            await runner.initialize()
-            result = await runner.step()
-        assert result.stats["actor_train"]["largest"] < 1000
-        assert [seen[name] for name in names] == [seen["w0"]] * 4 + [seen["w4"]] * 4
-        assert seen["w0"] != seen["w4"]
-
-    def site_calls() -> tuple[Call, ...]:
-        return ppo({"x": "127.0.0.1:1"}, ["x"], ["x"]).calls
-
-    simulate(scenario)
-
-
-def test_a_worker_that_dies_ends_the_step_at_once_and_the_next_one_runs_when_it_is_back() -> None:
-    """During a generation. Samples that it alone held are dropped: it begins its part of the dataset again."""
-
-    async def scenario(site: Site) -> None:
-        await site.start_ppo(slow=1000.0, step=2)
-        async with site.master(site.plan()) as (client, runner):
-            await runner.initialize()
-            await runner.step()
-            step = asyncio.create_task(runner.step())
-            await asyncio.sleep(5.0)
-            died = asyncio.get_running_loop().time()
-            site.network.kill("a1:1")
-            with pytest.raises(WorkerError, match="a1 at a1:1 is lost: a1:1: connection refused") as error:
-                await step
-            assert (error.value.worker, error.value.lost) == ("a1", True)
-            assert asyncio.get_running_loop().time() - died < 1.0
-            with pytest.raises(WorkerError, match="a1 at a1:1 is lost"):
-                await runner.step()
-            await site.start("a1", actor=Actor("a1", site.log))
-            await until_lost(client, "a1", False)
-            result = await runner.step()
-            assert (result.step, len(result.samples)) == (2, 8)
-            trained = [line[2:] for line in site.log.lines if line[1] == "actor.train_step"][-2:]
-            assert sorted([*trained[0], *trained[1]]) == sorted(result.samples)
-            assert len(client) == 0
-
-    simulate(scenario)
-
-
-def test_a_silent_worker_is_lost() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo(slow=60.0, step=2)  # longer than any deadline: a long computation is no silence
-        async with site.master(site.plan()) as (client, runner):
-            await runner.initialize()
-            await runner.step()
-            step = asyncio.create_task(runner.step())
-            await asyncio.sleep(5.0)
-            frozen = asyncio.get_running_loop().time()
-            site.network.freeze("r0:1")
-            await until_lost(client, "r0")
-            assert 28.0 < asyncio.get_running_loop().time() - frozen < 31.0
-            assert "silent for 30 s, deadline 30 s = stall_timeout" in str(client.links["r0"].lost)
-            with pytest.raises(WorkerError, match="r0 at r0:1 is lost") as error:
-                await step
-            assert error.value.worker == "r0"
-            # Nothing is lost: when the worker answers again, the step runs for the same samples.
-            site.network.thaw("r0:1")
-            await asyncio.sleep(20.0)
-            assert client.links["r0"].lost is None
-            result = await runner.step()
-            assert result.step == 2
-
-    simulate(scenario)
-
-
-def test_a_broken_connection_loses_no_request_and_repeats_none() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo(slow=3.0)
-        async with site.master(site.plan()) as (client, runner):
-            await runner.initialize()
-            step = asyncio.create_task(runner.step())
-            for _ in range(5):
+    class Reached(Reward):
+        async def inference(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+            if step == 3 and not reached.is_set():
+                reached.set()
                 await asyncio.sleep(1.0)
-                for name in ("a0", "a1", "r0"):
-                    site.network.break_streams(f"{name}:1")
-            result = await step
-            assert len(result.samples) == 8
-            assert len(client) == 0
-        for worker in ("a0", "a1"):
-            assert site.log.kinds(worker) == ["actor.initialize", "actor.generate", "actor.train_step"]
+            return Reward.inference(self, batch, step)
 
-    simulate(scenario)
-
-
-def test_a_worker_that_comes_back_takes_the_parameters_of_another_rank() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        models = (Model("actor", ("a0", "a1"), replicated=True), Model("reward", ("r0",)))
-        plan = Plan(site.endpoints, models, site.plan().calls, 8, ("prompt",))
-        async with site.master(plan) as (client, runner):
-            await runner.initialize()
+    for name in ("a0", "a1"):
+        await site.start(name, actor=Actor(name, site.log))
+    await site.start("r0", reward=Reached("r0", site.log))
+    async with site.master(site.plan()) as (_, runner):
+        await runner.initialize()
+        for _ in range(2):
             await runner.step()
-            site.network.kill("a1:1")
-            await until_lost(client, "a1")
-            again = Actor("a1", site.log)
-            await site.start("a1", actor=again)
-            await until_lost(client, "a1", False)
-            result = await runner.step()
-            assert result.step == 2
-            assert torch.equal(again.weight, torch.full((3,), 2.0))
-            # If both come back, the first goes on with its own parameters, and not with those of the other new process.
-            both = {name: Actor(name, site.log) for name in ("a0", "a1")}
-            both["a1"].weight += 7
-            for name, actor in both.items():
-                site.network.kill(f"{name}:1")
-                await until_lost(client, name)
-                await site.start(name, actor=actor)
-            for name in both:
-                await until_lost(client, name, False)
-            assert (await runner.step()).step == 3
-            assert [actor.weight.tolist() for actor in both.values()] == [[1.0] * 3] * 2
-
-    simulate(scenario)
-
-
-def test_syn_and_ack_all_or_none() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        async with site.master(site.plan()) as (client, _):
-            data = [Compute("actor", "actor", 2)] * 2
-            actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
-            ids = await client.request_async(actors, Handle.INITIALIZE, data, no_syn=False)
-            client.request(["a0", "a1"], Handle.FLUSH)
-            assert [reply.data for reply in await client.gather(ids)] == [0, 0]
-            specs = await client.call(actors, Handle.MODEL_CONFIG, no_syn=False)
-            assert specs == [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
-            site.network.freeze("a1:1")
-            for _ in range(2):  # it is lost during the first request, and before the second one
-                with pytest.raises(WorkerError, match="a1 at a1:1 is lost: silent"):
-                    async with asyncio.timeout(60.0):
-                        await client.request_async(actors, Handle.TRAIN_STEP, data, no_syn=False)
-            assert await client.call(["a0"], Handle.FLUSH) == [0]
-            assert len(site.workers["a0"]._book) <= 1
-            site.network.thaw("a1:1")
-
-    simulate(scenario)
-
-
-def test_clear_errors() -> None:
-    async def scenario(site: Site) -> None:
-        await site.start_ppo()
-        wrong = ppo({"a0": "a0:1", "a1": "r0:1", "r0": "r0:1"}, ["a0", "a1"], ["r0"])
-        with pytest.raises(WorkerError, match="a1 refuses this master: this is 'r0', not 'a1'; correct"):
-            async with site.master(wrong):
-                pass
-        with pytest.raises(WorkerError, match="a0 has no backend of model 'reward'; it has actor"):
-            async with site.master(ppo({"a0": "a0:1"}, ["a0"], ["a0"])):
-                pass
-        with pytest.raises(
-            WorkerError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
-        ):
-            async with site.master(ppo(site.endpoints | {"x": "x:1"}, ["x"], ["r0"])):
-                pass
-        async with site.master(site.plan()) as (client, runner):
-            with pytest.raises(ConfigError, match="'ghost' is neither a worker nor a shard"):
-                await client.call(["ghost"], Handle.SPEC)
-            with pytest.raises(WorkerError, match="holds no part of a dataset"):
-                await client.call(["r0"], Handle.FETCH, [{"count": 1}])
-            request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
-            client.request(["r0"], Handle.FLUSH)
-            with pytest.raises(WorkerError, match="'reward' at r0 is not initialized; send initialize"):
-                await client.gather([request])
-            await runner.initialize()
-            request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
-            client.request(["r0"], Handle.FLUSH)
-            with pytest.raises(WorkerError, match="Reward, the backend of 'reward', has no method 'train_step'"):
-                await client.gather([request])
-            assert (await runner.step()).step == 1
-        async with site.master(site.plan(batch_size=65)) as (_, runner):
-            await runner.initialize()
-            with pytest.raises(WorkerError, match="no further samples at a0, a1: a step needs 65, and 64 are there"):
-                await runner.step()
-
-    simulate(scenario)
-
-
-def test_a_master_that_starts_again_goes_on_with_what_the_workers_hold() -> None:
-    async def scenario(site: Site) -> None:
-        reached = asyncio.Event()
-
-        class Reached(Reward):
-            async def inference(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
-                if step == 3 and not reached.is_set():
-                    reached.set()
-                    await asyncio.sleep(1.0)
-                return Reward.inference(self, batch, step)
-
-        for name in ("a0", "a1"):
-            await site.start(name, actor=Actor(name, site.log))
-        await site.start("r0", reward=Reached("r0", site.log))
-        async with site.master(site.plan()) as (_, runner):
-            await runner.initialize()
-            for _ in range(2):
-                await runner.step()
-            unfinished = asyncio.create_task(runner.step())
-            await reached.wait()
-            unfinished.cancel()
-            await asyncio.wait([unfinished])
-        async with site.master(site.plan()) as (_, runner):
-            await runner.initialize()
-            assert runner.step_number == 2
-            result = await runner.step()
-            assert result.step == 3
-        initialized = [line for line in site.log.lines if line[1].endswith("initialize")]
-        assert len(initialized) == 3
-        trained = [sample for line in site.log.lines if line[1] == "actor.train_step" for sample in line[2:]]
-        assert len(trained) == len(set(trained)) == 24
-        numbers = sorted(int(sample.partition("-")[2]) for sample in trained)
-        assert numbers == list(range(24))  # none was skipped
-
-    simulate(scenario)
+        unfinished = asyncio.create_task(runner.step())
+        await reached.wait()
+        unfinished.cancel()
+        await asyncio.wait([unfinished])
+    async with site.master(site.plan()) as (_, runner):
+        await runner.initialize()
+        assert runner.step_number == 2
+        result = await runner.step()
+        assert result.step == 3
+    initialized = [line for line in site.log.lines if line[1].endswith("initialize")]
+    assert len(initialized) == 3
+    trained = [sample for line in site.log.lines if line[1] == "actor.train_step" for sample in line[2:]]
+    assert len(trained) == len(set(trained)) == 24
+    numbers = sorted(int(sample.partition("-")[2]) for sample in trained)
+    assert numbers == list(range(24))  # none was skipped
 
 
 @pytest.mark.parametrize(
