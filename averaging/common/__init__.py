@@ -92,7 +92,11 @@ from averaging.common.safe_msgpack import (
 )
 from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, parse_discovery, parse_seed
 from averaging.common.tensor_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_ERROR,
+    ADAPTER_FILE,
     VERSION_KEY,
+    adapter_versions,
     contradict,
     digest_of_names,
     first_moved_name,
@@ -103,6 +107,9 @@ from averaging.common.tensor_names import (
 )
 
 __all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_ERROR",
+    "ADAPTER_FILE",
     "ADDRESS",
     "ADDRESSES_TO_DIAL",
     "ADDRESS_TO_DIAL",
@@ -125,6 +132,7 @@ __all__ = [
     "Setting",
     "SignalSafeFuture",
     "SourceKind",
+    "adapter_versions",
     "address_for_others",
     "all_numbers_finite",
     "apart",

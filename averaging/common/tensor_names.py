@@ -11,6 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 VERSION_KEY = "averaging.version"  # key of the version of the weights in the metadata of a safetensors file
+# peft's names of the two files of an adapter. A published adapter has the bytes of the second as a tensor of this name,
+# with a key that only this project knows: the relative error of a cut to a rank, which is 0 if the adapter is exact.
+ADAPTER_FILE, ADAPTER_CONFIG, ADAPTER_ERROR = "adapter_model.safetensors", "adapter_config.json", "averaging.error"
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
 
@@ -49,6 +52,12 @@ def _without_wrappers(names: tuple[str, ...]) -> tuple[str, ...]:
 def plain_state(state: Mapping[str, T]) -> dict[str, T]:
     """A state dict under the names without wrappers' prefixes."""
     return dict(zip(without_wrappers(state), state.values(), strict=True))
+
+
+def adapter_versions(name: str, models: Iterable[str]) -> list[int]:
+    """The versions of an adapter among the names of an engine's models, such as "tune-12" of "tune"."""
+    found = (re.fullmatch(rf"{re.escape(name)}-(\d{{1,15}})", model, re.ASCII) for model in models)
+    return [int(match[1]) for match in found if match]
 
 
 def is_placeholder(name: str) -> bool:
