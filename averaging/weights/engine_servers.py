@@ -35,8 +35,13 @@ class ServedEngine:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"the engine's address must be http://HOST:PORT, not {url!r:.200}")
         self.url, self._host = url.rstrip("/"), parsed.host
+        # A connection for each request: a server may close one after an error, while the next request is on its way.
         self._client = httpx.AsyncClient(
-            base_url=self.url, timeout=TIMEOUT, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
+            base_url=self.url,
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+            proxy=proxy_for(parsed.host, chosen_proxy()),
         )
         self._failures = httpx.HTTPError
 

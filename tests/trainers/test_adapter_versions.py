@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,10 @@ from averaging.engine import load_model
 from averaging.errors import TensorError
 from averaging.integrations.peft import LoRAAveraging
 from averaging.weights import split_adapter
+from examples import adapters
 from tests.engine.language_models import language_model, save_language_model
+from tests.support.pages import ROOT, blocks_of
+from tests.support.ports import free_port
 from tests.support.processes import averaging_process
 from tests.trainers.test_peft import Peers, adapted, base_of, logits_of
 from tests.weights.test_weights import Publishing
@@ -154,6 +160,31 @@ def test_a_version_has_less_than_a_fiftieth_of_the_bytes_of_a_model_of_100_milli
     newest = publisher._store.newest
     assert newest is not None
     assert newest.manifest.layout.nbytes < 4 * parameters / 50
+
+
+def test_the_commands_of_the_page_give_a_folder_that_plain_peft_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "adapters.md").read_text()
+    train, follow = (block.text.split() for block in blocks_of(page) if block.title.startswith("Terminal"))
+    endpoint = f"127.0.0.1:{free_port()}"
+    arguments = [word.replace("127.0.0.1:4222", endpoint) for word in train[1:]]
+    command = [sys.executable, *arguments, "--steps", "40", "--output", str(tmp_path / "trained")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert any("Version 2 is published" in line for line in trainer.stdout)
+            arguments = [word.replace("127.0.0.1:4222", endpoint) for word in follow[1:]]
+            arguments[arguments.index("tune")] = str(tmp_path / "tune")
+            with averaging_process(*arguments) as process:
+                assert process.expect("written")["version"] == 2
+                assert process.wait() == 0
+            trainer.send_signal(signal.SIGINT)
+            trainer.communicate(timeout=100)
+        finally:
+            trainer.kill()
+    assert trainer.returncode == 0
+    plain = PeftModel.from_pretrained(adapters.base_of(0), tmp_path / "tune" / "newest")
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "trained" / "merged")
+    torch.testing.assert_close(logits_of(plain), logits_of(trained), **EXACT)
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,9 @@ from averaging.rpc import RpcServer
 from averaging.weights import WeightPublisher, WeightSnapshot, seal, view_state
 from averaging.weights.adapters import AdapterServer
 from averaging.weights.engine_servers import SglangServer
+from tests.support.gossip_swarm import until
 from tests.support.model_folders import base_folder, load_folder
+from tests.support.pages import ROOT
 from tests.support.processes import averaging_process
 
 NAME = "base_model.model.q.lora_A.weight"
@@ -41,6 +44,10 @@ def adapter(version: int, error: float = 0.0) -> dict[str, torch.Tensor]:
     text = json.dumps(config).encode().ljust(256)
     factors = {NAME: torch.full((2, 4), float(version)), NAME.replace("_A", "_B"): torch.ones(4, 2)}
     return {**factors, ADAPTER_CONFIG: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def files_of(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
 
 
 class Server:
@@ -83,7 +90,7 @@ class Server:
             return self.refused("there is no room for it", 500)
         if asked["lora_name"] in self.adapters:
             return self.refused(f"The lora adapter '{asked['lora_name']}' has already been loaded.", 400)
-        assert {path.name for path in Path(asked["lora_path"]).iterdir()} == {ADAPTER_FILE, ADAPTER_CONFIG}
+        assert files_of(asked["lora_path"]) == {ADAPTER_FILE, ADAPTER_CONFIG}
         assert set(asked) == {"lora_name", "lora_path"}
         self.adapters[asked["lora_name"]] = asked["lora_path"]
         return self.done(f"Success: LoRA adapter '{asked['lora_name']}' added successfully.")
@@ -224,6 +231,26 @@ class Sglang:
         return JSONResponse(answer)
 
 
+@pytest.mark.parametrize("page", ["adapters", "follow"])
+async def test_the_commands_of_the_pages(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text()
+    kind, is_adapter = ("vllm", True) if page == "adapters" else ("sglang", False)
+    (command,) = (line for line in text.splitlines() if re.match(rf"averaging follow .*--engine {kind}=", line))
+    engine: Any = Server() if is_adapter else Sglang()
+    monkeypatch.chdir(tmp_path)
+    base_folder(tmp_path / "base")
+    publisher = WeightPublisher()
+    async with serving(engine.routes) as url, RpcServer("127.0.0.1:0", [publisher]) as trainer:
+        await publisher.publish(adapter(1) if is_adapter else {"w": torch.ones(4)}, 1)
+        arguments = re.sub(r"\S+:4222", trainer.endpoint, re.sub(r"http://\S+", url, command)).split()[1:]
+        with averaging_process(*arguments) as process:
+            assert (await asyncio.to_thread(process.expect, "loaded"))["version"] == 1
+        if is_adapter:
+            assert engine.adapters == {"tune-1": str(tmp_path / "tune" / "version-1")}
+        else:
+            assert engine.version == "1"
+
+
 @pytest.mark.parametrize(
     ("pause", "calls"),
     [
@@ -292,8 +319,7 @@ async def test_rollouts_wait_for_an_engine_that_was_started_again(tmp_path: Path
         client = EngineClient(url, on_away=away.append)
         client.adapter = "tune"
         asked = asyncio.create_task(client.complete({"model": "base", "prompt": [1]}))
-        while not away:
-            await asyncio.sleep(0)
+        await until(lambda: bool(away), within=60)
         assert "no version of the adapter tune is loaded" in away[0]
         engine.adapters = {"tune-5": str(tmp_path)}
         completion, versions = await asked
