@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter 'default'"),  # peft takes the bias of lora_B for a broken factor
 ]
 
-EXACT = {"rtol": 0.0, "atol": 1e-5}
+EXACT: Any = {"rtol": 0.0, "atol": 1e-5}
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Engine:
         return await asyncio.to_thread(self.manager.add_adapter, request)
 
     async def remove_lora(self, adapter: int) -> bool:
-        return self.manager.remove_adapter(adapter)
+        return bool(self.manager.remove_adapter(adapter))
 
 
 class Server:
