@@ -26,8 +26,10 @@ from averaging.common import (
     ADAPTER_FILE,
     is_placeholder,
     listed,
+    split_adapter,
     without_wrappers,
 )
+from averaging.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -354,9 +356,6 @@ class AdapterFolder(BaseFolder):
         self.copied: list[Path] = []
 
     def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-        from averaging.errors import TensorError
-        from averaging.weights import split_adapter
-
         try:
             self._config, adapter = split_adapter(tensors)
         except TensorError as error:

@@ -103,6 +103,7 @@ from averaging.common.tensor_names import (
     first_other_name,
     is_placeholder,
     plain_state,
+    split_adapter,
     without_wrappers,
 )
 
@@ -196,6 +197,7 @@ __all__ = [
     "spelled",
     "spelled_as_set",
     "spelling",
+    "split_adapter",
     "text",
     "texts",
     "unknown_option",

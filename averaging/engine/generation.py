@@ -12,10 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as progress
 
-from averaging.common import ADAPTER_CONFIG, listed, plain_state
+from averaging.common import ADAPTER_CONFIG, listed, plain_state, split_adapter
 from averaging.engine.messages import GenerationJob, TextPiece, TokenText
 from averaging.errors import ConfigError, EngineError, StateError, TensorError
-from averaging.weights import split_adapter
 
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON cannot express
 # What of an adapter's configuration changes the model, and nothing that would run a method on the base's weights.

@@ -153,7 +153,11 @@ def cut_product(
         return left, right, 0.0, float(((left.T @ left) * (right @ right.T)).sum().clamp(min=0))
     q_left, core_left = torch.linalg.qr(left)
     q_right, core_right = torch.linalg.qr(right.T)
-    rows, values, columns = torch.linalg.svd(core_left @ core_right.T, full_matrices=False)
+    core = core_left @ core_right.T
+    if not bool(core.isfinite().all()):  # the training has diverged, and goes on; engines refuse or show it
+        nothing = torch.full((left.shape[0] + right.shape[1], rank), torch.nan).to(core)
+        return nothing[: left.shape[0]], nothing[left.shape[0] :].T.contiguous(), 0.0, 0.0
+    rows, values, columns = torch.linalg.svd(core, full_matrices=False)
     whole, roots = lost + float(values.square().sum()), values[:rank].sqrt()
     lost += float(values[rank:].square().sum())
     left, right = q_left @ (rows[:, :rank] * roots), (roots.unsqueeze(1) * columns[:rank]) @ q_right.T

@@ -6,7 +6,7 @@ Read in this order: `layout` (the tensors of a version), `parts` (of a divided m
 `adapters`.
 """
 
-from averaging.weights.adapters import AdapterServer, split_adapter
+from averaging.weights.adapters import AdapterServer
 from averaging.weights.engine_servers import ServedEngine, SglangServer
 from averaging.weights.follower import FOLLOWER_METRICS, Staleness, StalenessWatch, WeightFollower, follower_samples
 from averaging.weights.publisher import WeightPublisher
@@ -33,6 +33,5 @@ __all__ = [
     "WeightSnapshot",
     "follower_samples",
     "seal",
-    "split_adapter",
     "view_state",
 ]

@@ -1,17 +1,12 @@
-"""Published adapters of peft: what a version has, and how an engine loads it beside the versions before."""
+"""Has a server load each version of a published adapter beside the versions before."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from averaging.common import ADAPTER_CONFIG, adapter_versions
-from averaging.errors import ConfigError, StateError, TensorError
+from averaging.common import adapter_versions
+from averaging.errors import ConfigError, StateError
 from averaging.weights.engine_servers import ServedEngine
 from averaging.weights.snapshot import WeightSnapshot
 
@@ -22,27 +17,6 @@ START_SERVER = {
     "vllm": "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora --max-lora-rank RANK",
     "sglang": "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all",
 }
-
-
-def split_adapter(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The configuration and the tensors of an adapter that was published as `LoRAAveraging.adapter_view`.
-
-    Raises:
-        TensorError: there is no adapter of LoRA in them.
-    """
-    if ADAPTER_CONFIG not in tensors:
-        raise TensorError(
-            "the run publishes no adapter but a model; publish WeightPublisher(strategy.adapter_view(rank=…)), or take "
-            "the model"
-        )
-    try:
-        config = json.loads(bytes(tensors[ADAPTER_CONFIG].numpy()))
-        kind = config["peft_type"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        kind = None
-    if kind != "LORA":
-        raise TensorError(f"the {ADAPTER_CONFIG} that the run publishes is not that of a LoRA adapter of peft")
-    return config, {name: tensor for name, tensor in tensors.items() if name != ADAPTER_CONFIG}
 
 
 class AdapterServer(ServedEngine):

@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from averaging import ConfigError, WeightPublisher
 from averaging.cli.files import AdapterFolder, VersionedFolders
-from averaging.common import ADAPTER_CONFIG, ADAPTER_ERROR
+from averaging.common import ADAPTER_CONFIG, ADAPTER_ERROR, split_adapter
 from averaging.engine import load_model
 from averaging.errors import TensorError
 from averaging.integrations.peft import LoRAAveraging
-from averaging.weights import split_adapter
 from examples import adapters
 from tests.engine.language_models import language_model, save_language_model
 from tests.support.pages import ROOT, blocks_of
@@ -145,6 +144,9 @@ def test_a_cut_names_its_error(peers: Peers, tmp_path: Path, caplog: pytest.LogC
     assert config[ADAPTER_ERROR] > 0.001
     with safe_open(written(tmp_path / "now", state) / "adapter_model.safetensors", framework="pt") as file:
         assert float(file.metadata()[ADAPTER_ERROR]) == config[ADAPTER_ERROR]
+    with torch.no_grad():
+        strategy._layers[0].b[0, 0] = torch.nan  # a training that diverges is not ended by its publisher
+    assert any(bool(tensor.isnan().any()) for tensor in strategy.adapter_view(rank=3).state_dict().values())
     with pytest.raises(ConfigError, match="rank must be a whole number"):
         strategy.adapter_view(rank=0)
 
