@@ -85,9 +85,15 @@ class VllmServer(ServedEngine):
                 update = {"version": version, "timeout": TIMEOUT}
                 await self._post("update_weights", {"update_info": update})
             except StateError as error:
-                # Workers that have loaded it wait for the end of the update; the others refuse it.
-                with suppress(StateError):
-                    await self._post("finish_weight_update", {"weight_version": f"unknown: a part of {version}"})
+                # Workers that have loaded it wait for the end of the update; the others refuse it, and then the server
+                # leaves the name of the version as it was.
+                unknown = f"unknown: a part of {version}"
+                for route, body in (
+                    ("finish_weight_update", {"weight_version": unknown}),
+                    ("update_weight_version", {"new_version": unknown}),
+                ):
+                    with suppress(StateError):
+                        await self._post(route, body)
                 raise StateError(f"{error}; it stays paused until all workers have a whole version") from None
             await self._post("finish_weight_update", {"weight_version": str(version)})
             resumes, self.version, self.partial = True, version, None
