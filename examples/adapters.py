@@ -5,18 +5,21 @@
 
 The base is a small Llama of transformers with random weights, the same at all peers (--base-seed), so nothing is
 downloaded. Each peer learns other sentences. With --output DIR a peer writes the adapter with its correction at the
-end, which plain peft loads, and the merged model. It needs `pip install '.[peft]'`.
+end, which plain peft loads, and the merged model. With --publish RANK engines get each version of the adapter, see
+`averaging follow --adapter`. It needs `pip install '.[peft]'`.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 
-from averaging import DecentralizedAverager, Receipt
+from averaging import DecentralizedAverager, Receipt, WeightPublisher
 from averaging.protocol import Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 
@@ -36,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--text", type=int, choices=range(len(TEXTS)), default=0, help="which text this peer learns (0)"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the adapter and the merged model here")
+    parser.add_argument("--publish", type=positive, metavar="RANK", help="publish the adapter until Ctrl+C")
     options = parse(parser, arguments)
     with in_order(parser):
         tune(options)
@@ -65,6 +69,7 @@ def tune(options: argparse.Namespace) -> None:
     )
     strategy = LoRAAveraging(model, options.sync_every, rank=options.rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    services = [WeightPublisher(strategy.adapter_view(options.publish))] if options.publish else []
     characters = torch.tensor([ord(character) for character in TEXTS[options.text] * CONTEXT])
     with DecentralizedAverager(
         optimizer,
@@ -77,6 +82,7 @@ def tune(options: argparse.Namespace) -> None:
         mode=Mode.CLIENT if options.client_mode else Mode.NODE,
         group_size=4,
         on_round=report,
+        services=services,
         **security_of(options),
     ) as opt:
         if not options.client_mode:
@@ -93,6 +99,10 @@ def tune(options: argparse.Namespace) -> None:
             if (step + 1) % 50 == 0:
                 print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
         print(f"Done: {opt.finish()}", flush=True)
+        if services:
+            print(f"Version {services[0].version} is published until Ctrl+C", flush=True)
+            with suppress(KeyboardInterrupt):
+                Event().wait()
     if options.output is not None:
         write(strategy, options)
 

@@ -20,7 +20,16 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from averaging.cli.running import CommandError, InputError
-from averaging.common import is_placeholder, listed, without_wrappers
+from averaging.common import (
+    ADAPTER_CONFIG,
+    ADAPTER_ERROR,
+    ADAPTER_FILE,
+    is_placeholder,
+    listed,
+    split_adapter,
+    without_wrappers,
+)
+from averaging.errors import TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -209,6 +218,7 @@ class WrittenFolder:
     tensors: int
     frozen: int
     nbytes: int
+    error: float  # of an adapter that was cut to a rank, see `ADAPTER_ERROR`
 
 
 class BaseFolder:
@@ -218,6 +228,8 @@ class BaseFolder:
         folder: a model's folder with `config.json`, as `save_pretrained` writes it, with or without its weights.
         shard_bytes: limit of a file with weights.
     """
+
+    error = 0.0  # see `WrittenFolder`
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.folder, self._shard_bytes = folder, shard_bytes
@@ -256,8 +268,8 @@ class BaseFolder:
         if adapter := next((name for name in named if ".lora_" in name), None):
             raise CommandError(
                 f"{adapter!r} belongs to an adapter, not to the model. Write it in the script, with "
-                "strategy.save_adapter(folder) or strategy.merge(), or publish WeightPublisher(strategy.merged_view()) "
-                "and use `averaging follow`"
+                "strategy.save_adapter(folder) or strategy.merge(), or use `averaging follow`: with --layout peft if "
+                "the run publishes strategy.adapter_view(rank=…), else publish strategy.merged_view()"
             )
         if RESERVED_NAME in named:
             raise CommandError(f"the format allows no tensor called {RESERVED_NAME!r}")
@@ -304,7 +316,8 @@ class BaseFolder:
         temporary = beside(folder)
         try:
             self._write(temporary, whole, metadata)
-            yield temporary, WrittenFolder(len(whole), frozen, sum(tensor.nbytes for tensor in whole.values()))
+            nbytes = sum(tensor.nbytes for tensor in whole.values())
+            yield temporary, WrittenFolder(len(whole), frozen, nbytes, self.error)
         except (OSError, SafetensorError) as error:
             raise NotWrittenError(
                 f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give "
@@ -314,9 +327,16 @@ class BaseFolder:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _write(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        folder.mkdir()
+        self._write_weights(folder, tensors, metadata)
+        for path in self.copied:
+            shutil.copyfile(path, folder / path.name)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
+    def _write_weights(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         from safetensors.torch import save_file
 
-        folder.mkdir()
         divided = shards(tensors, self._shard_bytes)
         for name, group in divided.items():
             whole = {key: tensor.contiguous() for key, tensor in group.items()}
@@ -327,10 +347,28 @@ class BaseFolder:
                 "weight_map": {key: name for name, group in divided.items() for key in group},
             }
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
-        for path in (*folder.iterdir(), folder):
-            sync(path)
+
+
+class AdapterFolder(BaseFolder):
+    """What a folder of peft has, as `save_pretrained` writes it: an adapter, and nothing of its base."""
+
+    def __init__(self) -> None:
+        self.copied: list[Path] = []
+
+    def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        try:
+            self._config, adapter = split_adapter(tensors)
+        except TensorError as error:
+            raise CommandError(str(error)) from None
+        self.error = float(self._config.pop(ADAPTER_ERROR, 0))
+        return adapter, 0
+
+    def _write_weights(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        from safetensors.torch import save_file
+
+        said = {"format": "pt", **metadata, ADAPTER_ERROR: str(self.error)}
+        save_file(dict(tensors), folder / ADAPTER_FILE, said)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._config, indent=2, sort_keys=True) + "\n")
 
 
 def _is_inside(path: Path) -> bool:

@@ -8,24 +8,24 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli import options
-from averaging.cli.files import BaseFolder, NotWrittenError, Output, VersionedFolders, read
+from averaging.cli.files import AdapterFolder, BaseFolder, NotWrittenError, Output, VersionedFolders, read
 from averaging.cli.running import CommandError, CommandOutput, Stopped, reporting, run, with_metrics
 from averaging.common import VERSION_KEY, counted, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from averaging.metrics import Samples
     from averaging.rpc import Credentials
-    from averaging.weights import DividedSnapshot, FollowerOptions, VllmServer, WeightSnapshot
+    from averaging.weights import DividedSnapshot, FollowerOptions, ServedEngine, WeightSnapshot
 
-ENGINE_KIND = "vllm="
+ENGINE_KINDS = ("vllm", "sglang")
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
 """Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
@@ -36,12 +36,21 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 
 @click.command("follow")
 @click.argument("addresses", type=options.JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@options.path("--output", "FILE.safetensors|DIR", "The file to keep; with --config the directory of the versions.")
+@options.path(
+    "--output", "FILE.safetensors|DIR", "The file to keep; with --config or --layout the directory of the versions."
+)
+@options.one_of("--layout", "Write each version of a published adapter as a folder that peft and engines load.", "peft")
 @options.option(
     "--engine",
-    "Have this vLLM server load each version, instead of --output or after it. Its workers get the weights from "
-    "--listen.",
-    "vllm=URL",
+    "Have this server load each version: vLLM instead of --output or after it, with workers that get the weights from "
+    "--listen; SGLang from the folders of --output and --config, of which it must have the same path.",
+    "vllm=URL|sglang=URL",
+)
+@options.option(
+    "--adapter",
+    "With --engine: load each version of a published adapter beside those before, under the name NAME-VERSION. "
+    "--output, by default NAME, is the directory of their folders, of which the engine must have the same path.",
+    "NAME",
 )
 @options.one_of(
     "--engine-pause",
@@ -51,7 +60,9 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 )
 @options.switch("--overwrite", "Replace --output if it is a file that this command did not write.")
 @options.model_folder_options
-@options.count("--keep", "With --config: versions to keep.", 2)
+@options.count(
+    "--keep", "With folders: versions to keep. With --adapter: those that stay loaded, and twice as many folders.", 2
+)
 @options.option(
     "--exec",
     "Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
@@ -97,10 +108,13 @@ def follow_command(
     With --config, each version is a folder in --output that from_pretrained of transformers reads, and the link
     `newest` moves in one step.
 
+    With --layout peft or --adapter, the peer must publish an adapter: WeightPublisher(strategy.adapter_view(rank=64)).
+
     \b
     Have a server load each version, or download one, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --exec 'curl -fsS -X POST localhost:8000/reload'
       averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000
+      averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000 --adapter tune
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
     Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
@@ -109,7 +123,8 @@ def follow_command(
     \b
     Events of --json, each with "event":
       ready       publishers, endpoint, with --metrics-listen also metrics (its address)
-      written     version, digest, bytes, received, output, frozen (tensors from --config)
+      written     version, digest, bytes, received, output, frozen (tensors from --config), error (of an adapter that
+                  was cut to a rank: relative, in the Frobenius norm)
       unwritten   version, output, message
       loaded      version, engine, seconds
       unloaded    version, engine, message, partial: the engine did not load it; it is tried again. While partial is
@@ -118,19 +133,29 @@ def follow_command(
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
-    if output is None and given["engine"] is None:
-        raise click.UsageError("Missing option '--output', or '--engine'.")
-    for option, value in (("--exec", given["command"]), ("--config", given["config"])):
+    if given["adapter"] is not None:
+        output, given["layout"] = output or Path(given["adapter"]), "peft"
+    kind, _, url = (given["engine"] or "").partition("=")
+    if given["engine"] is None:
+        if output is None:
+            raise click.UsageError("Missing option '--output', or '--engine'.")
+        if given["adapter"] is not None:
+            raise click.UsageError("--adapter needs --engine.")
+    elif kind not in ENGINE_KINDS or not url:
+        raise click.UsageError("--engine must be vllm=http://HOST:PORT or sglang=http://HOST:PORT.")
+    elif kind == "sglang" and given["adapter"] is None and given["config"] is None:
+        raise click.UsageError("--engine sglang=… needs --output DIR with --config, or --adapter: it reads folders.")
+    for option, value in (("--exec", given["command"]), ("--config", given["config"]), ("--layout", given["layout"])):
         if output is None and value is not None:
             raise click.UsageError(f"{option} needs --output.")
-    if given["engine"] is not None and not given["engine"].startswith(ENGINE_KIND):
-        raise click.UsageError(f"--engine must be {ENGINE_KIND}http://HOST:PORT.")
+    if given["layout"] is not None and given["config"] is not None:
+        raise click.UsageError("--config is for whole models; leave it out with --layout and --adapter.")
     with reporting(verbose, as_json=as_json) as report:
         _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
 def _run(addresses: list[str], output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.weights import FollowerOptions
+    from averaging.weights import FollowerOptions, VllmServer
 
     credentials = options.credentials_of(given)
     engine = _engine(given, credentials)
@@ -138,7 +163,8 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
         join=addresses,
         run_id=given["run_id"] or "",
         credentials=credentials,
-        listen=given["listen"] if engine is None else None,  # an engine hands on what it has loaded, at --listen
+        # vLLM's workers get what they load from the engine's own publisher, at --listen.
+        listen=None if isinstance(engine, VllmServer) else given["listen"],
         advertise=given["advertise"],
         join_timeout=given["timeout"],
         stall_timeout=given["timeout"],
@@ -153,14 +179,19 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
             raise
 
 
-def _engine(given: dict[str, Any], credentials: Credentials) -> VllmServer | None:
-    from averaging.weights import VllmServer
+def _engine(given: dict[str, Any], credentials: Credentials) -> ServedEngine | None:
+    from averaging.weights import AdapterServer, SglangServer, VllmServer
 
     if given["engine"] is None:
         return None
+    kind, _, url = given["engine"].partition("=")
+    if given["adapter"] is not None:
+        return AdapterServer(url, kind=kind, name=given["adapter"], keep=given["keep"])
+    if kind == "sglang":
+        return SglangServer(url, pause=given["engine_pause"])
     files = {name: str(given[name].resolve()) for name in options.SECURITY if given[name] is not None}
     return VllmServer(
-        given["engine"].removeprefix(ENGINE_KIND),
+        url,
         given["listen"],
         advertise=given["advertise"],
         credentials=credentials,
@@ -176,6 +207,7 @@ class WrittenWeights:
     nbytes: int
     path: Path | None  # None if only an engine has them
     frozen: int = 0  # tensors of --config
+    error: float = 0.0  # of an adapter that was cut to a rank
 
 
 def _open(
@@ -184,11 +216,13 @@ def _open(
     """Checks that the output can be written, and reads it back if this command has written it."""
     if path is None:
         return None, None, None
-    if given["config"] is None:
+    if given["config"] is None and given["layout"] is None:
         base, written = _read_back(path)
         output = Output(path, overwrite=given["overwrite"] or base is not None)
         return output, base, None if base is None else written
-    folders = VersionedFolders(path, BaseFolder(given["config"], given["max_shard_bytes"]), given["keep"])
+    content = BaseFolder(given["config"], given["max_shard_bytes"]) if given["config"] else AdapterFolder()
+    # An engine reads the folder of an adapter again for requests that have begun before it was unloaded.
+    folders = VersionedFolders(path, content, given["keep"] * (1 if given["adapter"] is None else 2))
     return folders, *((None, None) if folders.newest is None else _read_back(folders.newest))
 
 
@@ -219,7 +253,7 @@ class FollowSession:
         self,
         follower: FollowerOptions,
         path: Path | None,
-        engine: VllmServer | None,
+        engine: ServedEngine | None,
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
@@ -234,6 +268,7 @@ class FollowSession:
         self._receiver = ModelReceiver(follower, base=base, on_progress=self._advance)
         self._options, self._report = follower, report
         self._engine, self._given = engine, given
+        self._here = Path.cwd()
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
         self._progress: tuple[int, int] | None = None
@@ -242,7 +277,7 @@ class FollowSession:
     async def run(self) -> None:
         async with self._metrics, self._receiver as receiver, self._engine or nullcontext() as engine:
             publishers = list(self._options.join)
-            endpoint = receiver.endpoint if engine is None else engine.endpoint
+            endpoint = receiver.endpoint or (engine.endpoint if engine is not None else "")
             handing_on = f", handing on at {endpoint}" if endpoint else ""
             ready = {"event": "ready", "publishers": publishers, "endpoint": endpoint or None}
             item = ready, f"following {', '.join(publishers)}{handing_on}"
@@ -277,9 +312,11 @@ class FollowSession:
         if self._once and self._engine is None and written is not None and current:
             self._emit_written(written)
             return
+        # An engine may lack what was written before this command was started again.
+        has = least - 1 if written is None or self._engine is not None else written.version
         try:
             async with asyncio.timeout(wait):
-                await receiver.wait_newer(None if written is None else written.version, None)
+                await receiver.wait_newer(has, None)
         except TimeoutError:
             newest = receiver.announced
             there = "there is no version yet" if newest is None else f"the newest is {newest.version}"
@@ -315,21 +352,22 @@ class FollowSession:
             self._emit_written(written)
         if (command := self._given["command"]) is not None:
             await self._execute(command, written)
-        if self._engine is not None and await self._load(self._engine, whole):
+        if self._engine is not None and await self._load(self._engine, whole, written):
             self._written = written
 
-    async def _load(self, engine: VllmServer, whole: WeightSnapshot) -> bool:
+    async def _load(self, engine: ServedEngine, whole: WeightSnapshot, written: WrittenWeights) -> bool:
         """Has the engine load a version, again and again until a newer one is here; returns whether it has."""
         from averaging.common import Backoff
         from averaging.errors import StateError
         from averaging.weights import MAX_PAUSE, MIN_PAUSE
 
+        folder = None if written.path is None else self._here / written.path
         version, backoff, reasons = whole.manifest.version, Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
         event = {"version": version, "engine": engine.url}
         while True:
             began = time.monotonic()
             try:
-                await engine.load(whole)
+                await engine.load(whole, folder)
             except StateError as error:
                 if self._once:
                     raise
@@ -355,24 +393,25 @@ class FollowSession:
         digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
-        path, frozen = None, 0
+        path, frozen, error = None, 0, 0.0
         if isinstance(self._output, VersionedFolders):
             path, folder = self._output.write(version, whole.tensors(), metadata)
-            frozen = folder.frozen
+            frozen, error = folder.frozen, folder.error
         elif self._output is not None:
             path = self._output.path
             self._output.write(whole.tensors(), metadata)
-        return WrittenWeights(version, digest, whole.manifest.layout.nbytes, path, frozen)
+        return WrittenWeights(version, digest, whole.manifest.layout.nbytes, path, frozen, error)
 
     def _emit_written(self, written: WrittenWeights) -> None:
         version, path, frozen = written.version, written.path, written.frozen
         received = self._receiver.bytes_received - self._received
         self._received += received
-        and_frozen = f" and {counted(frozen, 'tensor')} of --config" if frozen else ""
+        and_more = f" and {counted(frozen, 'tensor')} of --config" if frozen else ""
+        and_more += f", cut with a relative error of {written.error:.1e}" if written.error else ""
         of_version = {"event": "written", "version": version, "digest": written.digest, "bytes": written.nbytes}
         self._report.emit(
-            {**of_version, "received": received, "output": str(path), "frozen": frozen},
-            f"version {version}: {size(written.nbytes)}{and_frozen}, received {size(received)}, wrote {path}",
+            {**of_version, "received": received, "output": str(path), "frozen": frozen, "error": written.error},
+            f"version {version}: {size(written.nbytes)}{and_more}, received {size(received)}, wrote {path}",
         )
 
     async def _execute(self, command: str, written: WrittenWeights) -> None:

@@ -44,7 +44,9 @@ LOOPBACK = "127.0.0.1,localhost"
 @options.option(
     "--renderer", "Renderer of the chat template, as qwen3.  [default: by the name, else the template]", "NAME"
 )
-@options.option("--model", "Model of the engine.  [default: the first]", "NAME")
+@options.option(
+    "--model", "Model of the engine, or the adapter whose newest version is asked.  [default: the first]", "NAME"
+)
 @options.option("--temperature", "Of sampling.", "X", default=1.0, type=click.FloatRange(min=0))
 @options.count("--max-tokens", "Limit of each reply; one that reaches it is cut off.  [default: the model's length]")
 @options.option("--sampling-args", "Further parameters of the engine, for example '{\"top_k\": 50}'.", "JSON")

@@ -98,12 +98,17 @@ from averaging.common.seed_sources import (
     parse_seed as parse_seed,
 )
 from averaging.common.tensor_names import (
+    ADAPTER_CONFIG as ADAPTER_CONFIG,
+    ADAPTER_ERROR as ADAPTER_ERROR,
+    ADAPTER_FILE as ADAPTER_FILE,
     VERSION_KEY as VERSION_KEY,
+    adapter_versions as adapter_versions,
     contradict as contradict,
     digest_of_names as digest_of_names,
     first_moved_name as first_moved_name,
     first_other_name as first_other_name,
     is_placeholder as is_placeholder,
     plain_state as plain_state,
+    split_adapter as split_adapter,
     without_wrappers as without_wrappers,
 )

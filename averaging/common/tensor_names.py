@@ -1,16 +1,22 @@
-"""Names of tensors: without the prefixes of wrappers, and as a digest that peers compare. Pure."""
+"""Names of tensors: without the prefixes of wrappers, as a digest that peers compare, and of an adapter. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
+
+from averaging.errors import TensorError
 
 T = TypeVar("T")
 
 VERSION_KEY = "averaging.version"  # key of the version of the weights in the metadata of a safetensors file
+# peft's names of the two files of an adapter. A published adapter has the bytes of the second as a tensor of this name,
+# with a key that only this project knows: the relative error of a cut to a rank, which is 0 if the adapter is exact.
+ADAPTER_FILE, ADAPTER_CONFIG, ADAPTER_ERROR = "adapter_model.safetensors", "adapter_config.json", "averaging.error"
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
 # of torch.compile, FSDP, activation checkpointing, and Lightning Fabric; no module of a user has these names
 
@@ -49,6 +55,33 @@ def _without_wrappers(names: tuple[str, ...]) -> tuple[str, ...]:
 def plain_state(state: Mapping[str, T]) -> dict[str, T]:
     """A state dict under the names without wrappers' prefixes."""
     return dict(zip(without_wrappers(state), state.values(), strict=True))
+
+
+def adapter_versions(name: str, models: Iterable[str]) -> list[int]:
+    """The versions of an adapter among the names of an engine's models, such as "tune-12" of "tune"."""
+    found = (re.fullmatch(rf"{re.escape(name)}-(\d{{1,15}})", model, re.ASCII) for model in models)
+    return [int(match[1]) for match in found if match]
+
+
+def split_adapter(tensors: Mapping[str, T]) -> tuple[dict[str, Any], dict[str, T]]:
+    """The configuration and the tensors of an adapter that was published as `LoRAAveraging.adapter_view`.
+
+    Raises:
+        TensorError: there is no adapter of LoRA in them.
+    """
+    if ADAPTER_CONFIG not in tensors:
+        raise TensorError(
+            "the run publishes no adapter but a model; publish WeightPublisher(strategy.adapter_view(rank=…)), or take "
+            "the model"
+        )
+    try:
+        config = json.loads(bytes(cast(Any, tensors[ADAPTER_CONFIG]).numpy()))
+        kind = config["peft_type"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        kind = None
+    if kind != "LORA":
+        raise TensorError(f"the {ADAPTER_CONFIG} that the run publishes is not that of a LoRA adapter of peft")
+    return config, {name: tensor for name, tensor in tensors.items() if name != ADAPTER_CONFIG}
 
 
 def is_placeholder(name: str) -> bool:

@@ -12,11 +12,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as progress
 
-from averaging.common import listed, plain_state
+from averaging.common import ADAPTER_CONFIG, listed, plain_state, split_adapter
 from averaging.engine.messages import GenerationJob, TextPiece, TokenText
 from averaging.errors import ConfigError, EngineError, StateError, TensorError
 
 LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON cannot express
+# What of an adapter's configuration changes the model, and nothing that would run a method on the base's weights.
+ADAPTER_FIELDS = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("bias", "lora_bias", "fan_in_fan_out", "modules_to_save"),
+)
 GREEDY = 1e-5  # a lower temperature takes the most probable token
 
 
@@ -67,6 +72,8 @@ class LanguageModel:
             StateError: a value is not finite, or too large for the type of the model.
         """
         given, own = plain_state(tensors), plain_state(self.model.state_dict())
+        if ADAPTER_CONFIG in given:
+            given, own = self._adapter(tensors)
         for name, tensor in given.items():
             if name not in own:
                 text = f"the run publishes {listed([name])!r}, which the model in {self.folder} does not have"
@@ -80,7 +87,8 @@ class LanguageModel:
                     "version is not loaded"
                 )
         written = {own[name].data_ptr() for name in given}
-        missing = [name for name, tensor in own.items() if tensor.data_ptr() not in written]  # tied ones are there
+        whole = self.model.state_dict()
+        missing = [name for name, tensor in whole.items() if tensor.data_ptr() not in written]  # tied ones are there
         if missing and not self._has_weights:
             raise TensorError(f"neither the run nor {self.folder} has {listed(missing)}")
         with torch.no_grad():
@@ -88,6 +96,24 @@ class LanguageModel:
                 own[name].copy_(tensor)
         self.version = version
         return len(missing)
+
+    def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The tensors of a published adapter, and by the same names those of the model, which the first one adapts."""
+        try:
+            from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+        except ImportError:
+            raise TensorError("the run publishes an adapter, which needs peft; run: pip install '.[peft]'") from None
+        config, given = split_adapter(tensors)
+        if not self._has_weights:
+            raise TensorError(f"the run publishes an adapter, and {self.folder} has no weights of its base")
+        if not hasattr(self.model, "peft_config"):
+            wanted = {name: config[name] for name in ADAPTER_FIELDS if name in config}
+            try:
+                self.model = get_peft_model(self.model, LoraConfig(**wanted)).eval()
+            except (ValueError, TypeError, RuntimeError) as error:
+                text = f"the adapter of the run does not fit the model in {self.folder}: {_first_line(error)}"
+                raise TensorError(f"{text}; serve the base that the run trains") from None
+        return given, get_peft_model_state_dict(self.model, save_embedding_layers=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._encoder(text)["input_ids"])

@@ -129,3 +129,59 @@ def rest_of_factors(
         torch.cat([*left, new[1].to("cpu", torch.float32) * -scaling], 1),
         torch.cat([*(a for a, _ in factors), new[0].to("cpu", torch.float32)], 0),
     )
+
+
+OVERSAMPLED, POWERS = 8, 3  # columns beyond the rank, and passes over a dense matrix, of a randomised range finder
+
+
+def cut_product(
+    left: torch.Tensor, right: torch.Tensor, dense: torch.Tensor | None, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Factors of exactly `rank`, [out, rank] and [rank, into], of the matrix left @ right + dense, or of the nearest.
+
+    Without `dense` nothing of the size of the matrix is made: the singular values are those of a core as small as the
+    factors' rank. A dense matrix is first reduced to its range by a few passes over it (Halko et al., arXiv:0909.4061).
+
+    Returns:
+        The two factors, the squared Frobenius norm of what they lack (0 if nothing was cut), and that of the matrix.
+    """
+    lost = 0.0
+    if dense is not None:
+        left, right, lost = _range_of(left, right, dense, rank)
+    elif left.shape[1] <= rank:
+        left, right = _padded(left, rank, 1), _padded(right, rank, 0)
+        return left, right, 0.0, float(((left.T @ left) * (right @ right.T)).sum().clamp(min=0))
+    q_left, core_left = torch.linalg.qr(left)
+    q_right, core_right = torch.linalg.qr(right.T)
+    core = core_left @ core_right.T
+    if not bool(core.isfinite().all()):  # the training has diverged, and goes on; engines refuse or show it
+        nothing = torch.full((left.shape[0] + right.shape[1], rank), torch.nan).to(core)
+        return nothing[: left.shape[0]], nothing[left.shape[0] :].T.contiguous(), 0.0, 0.0
+    rows, values, columns = torch.linalg.svd(core, full_matrices=False)
+    whole, roots = lost + float(values.square().sum()), values[:rank].sqrt()
+    lost += float(values[rank:].square().sum())
+    left, right = q_left @ (rows[:, :rank] * roots), (roots.unsqueeze(1) * columns[:rank]) @ q_right.T
+    return _padded(left, rank, 1), _padded(right, rank, 0), lost, whole
+
+
+def _padded(factor: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+    missing = list(factor.shape)
+    missing[dim] = rank - missing[dim]
+    return torch.cat([factor, factor.new_zeros(missing)], dim)
+
+
+def _range_of(
+    left: torch.Tensor, right: torch.Tensor, dense: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    size = min(rank + OVERSAMPLED, *dense.shape)
+    # A generator of its own: that of the training stays as it is, and all peers cut alike.
+    probe = torch.randn(dense.shape[1], size, generator=torch.Generator().manual_seed(0)).to(dense)
+    for _ in range(POWERS):
+        basis = torch.linalg.qr(dense @ probe + left @ (right @ probe))[0]
+        inside = dense.T @ basis + right.T @ (left.T @ basis)
+        probe = torch.linalg.qr(inside)[0]
+    lost = 0.0
+    for start in range(0, dense.shape[0], ROWS):  # exactly, and not as the difference of two norms
+        rows = slice(start, start + ROWS)
+        lost += float((dense[rows] + left[rows] @ right - basis[rows] @ inside.T).square().sum())
+    return basis, inside.T, lost

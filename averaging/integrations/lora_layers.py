@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from averaging.common import listed
 from averaging.errors import ConfigError, StateError, printable
-from averaging.integrations.lora_factors import LayerShape, add_product
+from averaging.integrations.lora_factors import LayerShape, add_product, cut_product
 from averaging.training import digest_of
 
 INSTEAD = "average it with LocalSGD or DiLoCo, which average what is trained as it is, or train plain LoRA"
@@ -208,6 +208,14 @@ class Correction:
             return a, b
         left = left.to(b.device) / self.layer.scaling
         return torch.cat([a.float(), right.to(a.device)]), torch.cat([b.float(), left], 1)
+
+    @torch.no_grad()
+    def cut(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        """A and B of an adapter of this rank and a scaling of 1, that has the correction too, see `cut_product`."""
+        a, b = self.layer.a.to(self.right), self.layer.b.to(self.left) * self.layer.scaling
+        left, right = torch.cat([b, self.left], 1), torch.cat([a, self.right])
+        left, right, lost, whole = cut_product(left, right, self.dense, rank)
+        return right, left, lost, whole
 
     def merged_matrix(self) -> torch.Tensor:
         """What the layer multiplies with, [out, into], in the dtype of its base, rounded once."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from averaging.common import pack
+from averaging.common import ADAPTER_CONFIG, ADAPTER_ERROR, ADAPTER_FILE, pack
 from averaging.errors import ConfigError, RoundError
 from averaging.integrations.lora_factors import FactorSlots, mean_of, packed, rest_of_factors, unpacked
 from averaging.integrations.lora_layers import (
@@ -39,7 +41,7 @@ from averaging.training import BackgroundDownload, StrategyContext, count_in, fu
 
 logger = logging.getLogger("averaging.training")
 
-ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+CONFIG_ROOM = 256  # bytes by which a published configuration can become longer, so that all versions have one layout
 
 
 class AdapterRound:
@@ -172,19 +174,13 @@ class LoRAAveraging(LockstepStrategy):
 
         The correction is part of its factors, so that its ranks are higher. Call it between two steps, or at the end.
         """
-        name = self._layers[0].adapter
-        config = copy.deepcopy(self._model.peft_config[name])
-        config.inference_mode = True
-        tensors = dict(get_peft_model_state_dict(self._model, adapter_name=name))
-        places = {id(module): place for place, module in self._model.named_modules()}
-        ranks, alphas = {}, {}
-        for correction in self._corrections:
-            layer, (a, b) = correction.layer, correction.joined()
-            place, plain = places[id(layer.module)], plain_name(layer.name)
-            tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = a, b
-            ranks[plain], alphas[plain] = a.shape[0], layer.scaling * a.shape[0]
+        joined = [correction.joined() for correction in self._corrections]
+        config, tensors = _as_saved(self._model, self._layers, joined)
         # alpha / rank is the scaling of each layer, whatever rank it has with the correction.
-        config.rank_pattern, config.alpha_pattern, config.use_rslora = ranks, alphas, False
+        ranks = {plain_name(layer.name): a.shape[0] for layer, (a, _) in zip(self._layers, joined, strict=True)}
+        scalings = {plain_name(layer.name): layer.scaling for layer in self._layers}
+        config.rank_pattern = ranks
+        config.alpha_pattern = {name: scalings[name] * rank for name, rank in ranks.items()}
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path / ADAPTER_FILE)
@@ -234,6 +230,26 @@ class LoRAAveraging(LockstepStrategy):
             ConfigError: a base weight is quantised.
         """
         return _MergedView(self._model, self._corrections)
+
+    def adapter_view(self, rank: int) -> torch.nn.Module:
+        """Stands for the adapter in `WeightPublisher(strategy.adapter_view(rank=64))`; training goes on as before.
+
+        Its state dict has the tensors of `adapter_model.safetensors` of peft under their names, and as
+        `adapter_config.json` the bytes of that file: what `averaging follow --layout peft` writes as a folder, which
+        peft and engines load on the same base. The correction is part of the factors, all of one rank and with a
+        scaling of 1.
+
+        Args:
+            rank: rank of the published factors. The adapter is exact as long as its rank with the correction is not
+                higher, and always if `rank` is the shorter side of each matrix. Otherwise it is the nearest of that
+                rank, and the configuration names the relative error of its products in the Frobenius norm.
+
+        Raises:
+            ConfigError: `rank` is no whole number above 0.
+        """
+        if type(rank) is not int or rank < 1:
+            raise ConfigError(f"rank must be a whole number, at least 1, not {rank!r}")
+        return _AdapterView(self._model, self._corrections, rank)
 
     def start(self, training: StrategyContext) -> None:
         self._check(training)
@@ -429,6 +445,54 @@ class LoRAAveraging(LockstepStrategy):
                 correction.load(of_layer)
         self._schedule.steps = self._open_steps = since  # those of a checkpoint are in its parameters
         self._loaded, self._discarded = True, False
+
+
+def _as_saved(
+    model: PeftModel,
+    layers: Sequence[AdaptedLayer],
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    scaled: bool = False,
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The configuration and the tensors as peft saves them, with these A and B, which are `scaled` or are not yet."""
+    name = layers[0].adapter
+    config = copy.deepcopy(model.peft_config[name])
+    config.inference_mode, config.use_rslora = True, False
+    # peft may look for the base at the Hub to see whether its embeddings were resized; not in each round.
+    embeddings: Any = False if scaled else "auto"
+    tensors = dict(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=embeddings))
+    places = {id(module): place for place, module in model.named_modules()}
+    for layer, (a, b) in zip(layers, factors, strict=True):
+        place = places[id(layer.module)]
+        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = a, b
+        if scaled and (bias := f"{place}.lora_B.bias") in tensors:
+            tensors[bias] = tensors[bias] * layer.scaling
+    return config, tensors
+
+
+class _AdapterView(torch.nn.Module):
+    def __init__(self, model: PeftModel, corrections: Sequence[Correction], rank: int) -> None:
+        super().__init__()
+        self._source = (model, tuple(corrections))  # in a tuple, so that it is no module of this one
+        self._rank, self._config_bytes = rank, 0
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """The tensors of peft's file, and the bytes of its configuration, which always are equally many."""
+        model, corrections = self._source
+        cuts = [correction.cut(self._rank) for correction in corrections]
+        layers = [correction.layer for correction in corrections]
+        config, tensors = _as_saved(model, layers, [cut[:2] for cut in cuts], scaled=True)
+        config.r = config.lora_alpha = self._rank
+        config.rank_pattern, config.alpha_pattern = {}, {}
+        lost, whole = (sum(cut[number] for cut in cuts) for number in (2, 3))
+        error = math.sqrt(lost / whole) if lost else 0.0
+        if error:
+            logger.info("the adapter is published with rank %d, cut with a relative error of %.1e", self._rank, error)
+        text = json.dumps(config.to_dict() | {ADAPTER_ERROR: float(f"{error:.2e}")}, default=sorted).encode()
+        self._config_bytes = self._config_bytes or len(text) + CONFIG_ROOM
+        tensors[ADAPTER_CONFIG] = torch.frombuffer(bytearray(text.ljust(self._config_bytes)), dtype=torch.uint8)
+        return tensors
 
 
 class _MergedView(torch.nn.Module):

@@ -2,10 +2,12 @@
 
 Read in this order: `layout` (the tensors of a version), `parts` (of a divided model), `snapshot` (one version) and
 `differences` (what changed), `store` (the versions that are kept and sent), `publisher` (who gets a version from whom),
-`download` and `receiver` (the other end), `follower`, `vllm_server` (an engine that loads
-versions).
+`download` and `receiver` (the other end), `follower`; then engines that load versions: `engine_servers`, `vllm_server`,
+`adapters`.
 """
 
+from averaging.weights.adapters import AdapterServer
+from averaging.weights.engine_servers import ServedEngine, SglangServer
 from averaging.weights.follower import FOLLOWER_METRICS, Staleness, StalenessWatch, WeightFollower, follower_samples
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.receiver import MAX_PAUSE, MIN_PAUSE, FollowerOptions, ModelReceiver
@@ -17,9 +19,12 @@ __all__ = [
     "MAX_PAUSE",
     "MIN_PAUSE",
     "VLLM_PAUSES",
+    "AdapterServer",
     "DividedSnapshot",
     "FollowerOptions",
     "ModelReceiver",
+    "ServedEngine",
+    "SglangServer",
     "Staleness",
     "StalenessWatch",
     "VllmServer",

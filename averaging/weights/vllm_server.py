@@ -7,35 +7,31 @@ has one version at a time, so that all workers of an engine load the same one.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from averaging.common import chosen_proxy, is_loopback, parse_address, proxy_for
-from averaging.errors import ConfigError, StateError, printable
+from averaging.common import is_loopback, parse_address
+from averaging.errors import ConfigError, StateError
 from averaging.rpc import Credentials, RpcServer
+from averaging.weights.engine_servers import TIMEOUT, ServedEngine
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.snapshot import WeightSnapshot
 
 VLLM_PAUSES = ("wait", "keep", "abort")  # what happens to requests in progress when an update begins; vLLM's names
 
-START_SERVER = (
-    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "averaging"}\', with averaging '
-    "installed beside it"
-)
 
-MAX_ANSWER = 2000  # characters of an error that are shown
-TIMEOUT = 600.0  # seconds for one request to the server
-
-
-class VllmServer:
+class VllmServer(ServedEngine):
     """One server, and the publisher that its workers follow, while it is entered, as an async context manager.
 
     The server is at `url`. Its workers reach the publisher at `listen` or `advertise`, with loopback only on this
     machine; `init_info` is what they need besides, see `averaging.integrations.vllm.AveragingInitInfo`.
     """
 
-    version: int | None = None  # that all workers have; None before the first, and while it is unknown
-    partial: int | None = None  # the version of which some workers may have a part; None if all have all of one
+    start_server = (
+        'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "averaging"}\', with '
+        "averaging installed beside it"
+    )
 
     def __init__(
         self,
@@ -47,45 +43,28 @@ class VllmServer:
         init_info: dict[str, Any] | None = None,
         pause: str = "wait",
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError("a vLLM server is called with httpx; run in the checkout: pip install '.[rl]'") from None
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"the engine's address {url!r:.200} is no URL: {error}") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"the engine's address must be http://HOST:PORT, not {url!r:.200}")
-        if not is_loopback(parsed.host) and is_loopback(parse_address(advertise or listen)[0]):
+        super().__init__(url)
+        if not is_loopback(self._host) and is_loopback(parse_address(advertise or listen)[0]):
             raise ConfigError(
-                f"the engine at {parsed.host} cannot reach {advertise or listen}; give --listen an address of this "
+                f"the engine at {self._host} cannot reach {advertise or listen}; give --listen an address of this "
                 "machine that it can reach, and --tls-* or --insecure"
             )
-        self.url, self._pause, self._init_info = url.rstrip("/"), pause, init_info or {}
+        self._pause, self._init_info = pause, init_info or {}
         self._publisher = WeightPublisher(bases=1)
         self._server = RpcServer(listen, [self._publisher], advertise=advertise, credentials=credentials)
-        self._client = httpx.AsyncClient(
-            base_url=self.url, timeout=TIMEOUT, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
-        )
-        self._failures = httpx.HTTPError
         self._initialized = False
 
-    @property
-    def endpoint(self) -> str:  # of the publisher
-        return self._server.endpoint
-
     async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
+        self.endpoint = (await self._server.__aenter__()).endpoint
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._client.aclose()
+        await super().__aexit__(kind, error, traceback)
         await self._server.__aexit__(kind, error, traceback)
 
-    async def load(self, snapshot: WeightSnapshot) -> None:
+    async def load(self, snapshot: WeightSnapshot, folder: Path | None = None) -> None:
         """Has all workers load a version, and the server name it in `/weight_info`, or raises StateError.
 
         If a worker may have loaded a part, the server stays paused, and `/weight_info` says so. The next call begins
@@ -106,9 +85,15 @@ class VllmServer:
                 update = {"version": version, "timeout": TIMEOUT}
                 await self._post("update_weights", {"update_info": update})
             except StateError as error:
-                # Workers that have loaded it wait for the end of the update; the others refuse it.
-                with suppress(StateError):
-                    await self._post("finish_weight_update", {"weight_version": f"unknown: a part of {version}"})
+                # Workers that have loaded it wait for the end of the update; the others refuse it, and then the server
+                # leaves the name of the version as it was.
+                unknown = f"unknown: a part of {version}"
+                for route, body in (
+                    ("finish_weight_update", {"weight_version": unknown}),
+                    ("update_weight_version", {"new_version": unknown}),
+                ):
+                    with suppress(StateError):
+                        await self._post(route, body)
                 raise StateError(f"{error}; it stays paused until all workers have a whole version") from None
             await self._post("finish_weight_update", {"weight_version": str(version)})
             resumes, self.version, self.partial = True, version, None
@@ -124,17 +109,3 @@ class VllmServer:
         except self._failures:
             return False  # the next request says why
         return answer.is_success and '"is_paused":true' in answer.text.replace(" ", "")
-
-    async def _post(
-        self, route: str, body: dict[str, Any] | None = None, parameters: dict[str, str] | None = None
-    ) -> None:
-        try:
-            answer = await self._client.post(f"/{route}", json=body, params=parameters)
-        except self._failures as error:
-            reason = printable(str(error) or type(error).__name__)
-            raise StateError(f"the engine {self.url} does not answer: {reason}; check that it is up") from None
-        if answer.status_code == 404:
-            raise StateError(f"{self.url} has no route /{route}; {START_SERVER}")
-        if not answer.is_success:
-            text = printable(answer.text[:MAX_ANSWER])
-            raise StateError(f"{self.url} answered /{route} with {answer.status_code}: {text}")

@@ -27,7 +27,8 @@ class FakeEngine:
     Attributes:
         set: what `/control` has changed: version (None: unknown), tells (whether answers have the version), delay
             (seconds), version_after (the version from the middle of each answer on), status (of refused requests),
-            truncated, right (how often the answer is right), routeless (no /weight_info).
+            truncated, right (how often the answer is right), routeless (no /weight_info), adapter (the
+            name of one, loaded as NAME-VERSION beside the base).
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,10 @@ class FakeEngine:
         return JSONResponse({"weight_version": None if version is None else str(version)})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "tiny", "root": self.set.get("root"), "max_model_len": 1024}]})
+        models = [{"id": "tiny", "root": self.set.get("root"), "max_model_len": 1024}]
+        if adapter := self.set.get("adapter"):
+            models.append({"id": f"{adapter}-{self.set['version']}", "root": "/folder", "max_model_len": None})
+        return JSONResponse({"data": models})
 
     async def control(self, request: Request) -> Response:
         self.set |= await request.json()

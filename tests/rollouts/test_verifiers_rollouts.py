@@ -128,6 +128,21 @@ async def test_what_the_model_did_not_write_is_masked_in_each_turn(
     assert group["scores"] == [1.0] * 4
 
 
+async def test_samples_have_the_version_of_the_adapter_that_made_them(
+    made: Callable[..., Made], feed: Feed, engine: EngineProcess
+) -> None:
+    engine.control(adapter="tune", version=3, tells=False, routeless=True)
+    rollouts = made(max_groups=2, model="tune")
+    with Trainer(feed.url, 4, version=3) as trainer:
+        await rollouts.rollouts.run()
+        groups = trainer.wait(2)
+    assert [group["version"] for group in groups] == [3, 3]
+    assert [(event["model"], event["version"]) for event in rollouts.of("ready")] == [("tune", 3)]
+    assert {asked["body"]["model"] for asked in engine.control()["asked"]} == {"tune-3"}
+    with pytest.raises(ConfigError, match=r"serves tiny, tune-3, not other"):
+        await made(model="other").rollouts.run()
+
+
 @pytest.mark.parametrize("tells", [True, False])
 async def test_weights_that_change_are_all_named(
     made: Callable[..., Made], feed: Feed, engine: EngineProcess, tells: bool

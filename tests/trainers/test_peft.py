@@ -58,6 +58,8 @@ class Peers(Run):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         defaults: dict[str, Any] = {"run_id": "tune", "group_size": 3, "group_wait": 30.0}
         defaults["join"] = [self.averagers[0].endpoint] if self.averagers else []
+        if (services := options.pop("services", None)) is not None:
+            options["services"] = services(strategy)
         opt = DecentralizedAverager(optimizer, model=model, strategy=strategy, **(defaults | options))
         measure = strategy._round.measure
 

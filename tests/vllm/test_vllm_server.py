@@ -55,6 +55,9 @@ class Engine:
         await self._do(self.worker.finish_weight_update)
         self.version = weight_version or self.version
 
+    async def update_weight_version(self, new_version: str) -> None:
+        self.version = new_version
+
     async def get_weight_version(self) -> str | None:
         return self.version
 

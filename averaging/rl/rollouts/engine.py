@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from averaging.common import chosen_proxy, proxy_for
+from averaging.common import adapter_versions, chosen_proxy, proxy_for
 from averaging.errors import ConfigError, RolloutError
 from averaging.http_server import HttpServer, listening
 from averaging.rl.feed import message_in, retry_pauses, split_url
@@ -31,6 +31,7 @@ HELD = frozenset({408, 425, 429, 502, 503, 504})
 MAX_FAULTS = 3  # how often a request that the engine answers with another status from 500 on is tried
 MAX_REPLY = 64 << 20  # bytes of an answer, after decompression
 MAX_ROLLOUTS = 1 << 16  # whose versions are remembered; those that verifiers gives up are never asked for
+ADAPTER_POLL = 1.0  # seconds between two questions for an adapter that is not loaded yet
 CONNECT_TIMEOUT, ENGINE_TIMEOUT = 10.0, 600.0  # seconds; a request that takes longer is repeated
 # Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret.
 SESSION_HEADER, SECRET_HEADER = "X-Session-ID", "Gateway-Secret"
@@ -95,6 +96,7 @@ class EngineClient:
         self._away = ""
         self.version: int | None = None  # of the weights which it was last seen to serve; None if it is unknown
         self.has_route = True  # whether a route names its version. Without, only its answers may tell one
+        self.adapter = ""  # whose newest version is asked, see `AdapterServer`; empty to ask the models themselves
         self._tells = False  # whether the last answer told its version
         self.lengths: dict[str, int | None] = {}  # tokens that prompt and reply of each model may have together
         try:
@@ -120,6 +122,9 @@ class EngineClient:
         return models
 
     async def ask_version(self) -> int | None:
+        if self.adapter:
+            names = [model.id for model in await self.models()]
+            return self._seen(max(adapter_versions(self.adapter, names), default=None))
         try:
             reply = await self._request("GET", "/weight_info")
         except RolloutError as error:
@@ -137,9 +142,18 @@ class EngineClient:
         async def look() -> None:  # before each attempt: the engine may have been started again after the last one
             nonlocal before
             before = None if self._tells else await self.ask_version()
+            while self.adapter and before is None:  # it was started again
+                self._note_away(f"/v1/completions: no version of the adapter {self.adapter} is loaded")
+                await asyncio.sleep(ADAPTER_POLL)
+                before = await self.ask_version()
+            if self.adapter:
+                asked["model"] = f"{self.adapter}-{before}"
 
-        reply = await self._request("POST", "/v1/completions", body, look)
+        asked = dict(body)
+        reply = await self._request("POST", "/v1/completions", asked, look)
         completion = _decoded(reply.content, Completion, self.url)
+        if self.adapter:  # its name says which version it is
+            return completion, [] if before is None else [before]
         self._tells = completion.weight_version is not None
         after = self._seen(completion.weight_version) if self._tells else await self.ask_version()
         before = after if self._tells else before

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from averaging.common import counted, first_error
+from averaging.common import adapter_versions, counted, first_error
 from averaging.errors import ConfigError, FeedError, RolloutError
 from averaging.metrics import Samples, counter, gauge
 from averaging.rl.feed import CommandEvent, Connection, FeedEnvironment, Posted, RegisterEnv, retry_pauses
@@ -444,7 +444,9 @@ class Rollouts:
         options = self._options
         models = await self._engine.models()
         names = [model.id for model in models]
-        if options.model not in (None, *names):
+        if options.model is not None and adapter_versions(options.model, names):
+            self._engine.adapter = options.model  # whose base is the first model
+        elif options.model not in (None, *names):
             raise ConfigError(f"{self._engine.url} serves {', '.join(names)}, not {options.model}")
         model = next((each for each in models if each.id == options.model), models[0])
         tokenizer = options.tokenizer or model.root or model.id
@@ -456,8 +458,9 @@ class Rollouts:
         self.started = True
         version = self._engine.version
         at = "" if version is None else f", version {version}"
-        text = f"{options.environment}: asking {model.id} at {self._engine.url}{at}"
-        fields = {"environment": options.environment, "engine": self._engine.url, "model": model.id, "version": version}
+        name = self._engine.adapter or model.id
+        text = f"{options.environment}: asking {name} at {self._engine.url}{at}"
+        fields = {"environment": options.environment, "engine": self._engine.url, "model": name, "version": version}
         self._emit(CommandEvent("ready", text, fields))
         maker = GroupMaker(options, self._environment, gateway, self._poster, self.tally, self._emit)
         return maker, context
