@@ -63,7 +63,7 @@ class StateService(RpcService, Protocol):
     def averaged(self, averager: DecentralizedAverager) -> None:
         """Called in the training thread: at the start, after each round, and when `model_version` has grown otherwise.
 
-        It should return soon.
+        It should return soon. If the service has a method `close`, that is called when the averager has left the run.
         """
 
 
@@ -491,6 +491,11 @@ class DecentralizedAverager(OptimizerWrapper):
         note_closed(self)
         if hasattr(self, "_thread"):  # else the constructor has failed earlier
             self._thread.close()
+            for service in self._state_services:
+                try:
+                    getattr(service, "close", bool)()
+                except AveragingError as error:
+                    logger.error("%s", error)
         self._site.close()
 
     def begin_to_leave(self) -> None:

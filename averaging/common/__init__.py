@@ -46,6 +46,7 @@ from averaging.common.options import (
     ADDRESS,
     ADDRESS_TO_DIAL,
     ADDRESSES_TO_DIAL,
+    FOLLOWED,
     PATH,
     SECONDS,
     SEED,
@@ -90,7 +91,7 @@ from averaging.common.safe_msgpack import (
     size,
     unpack,
 )
-from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, parse_discovery, parse_seed
+from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, is_folder, parse_discovery, parse_seed
 from averaging.common.tensor_names import (
     VERSION_KEY,
     contradict,
@@ -107,6 +108,7 @@ __all__ = [
     "ADDRESSES_TO_DIAL",
     "ADDRESS_TO_DIAL",
     "CLIENT_PREFIX",
+    "FOLLOWED",
     "GOSSIP",
     "MAX_NAMES",
     "PATH",
@@ -153,6 +155,7 @@ __all__ = [
     "is_count",
     "is_endpoint",
     "is_finite",
+    "is_folder",
     "is_loopback",
     "is_name_of",
     "is_number",
