@@ -109,7 +109,7 @@ class WeightPublisher:
 
     @classmethod
     def of_store(cls, store: Store, run_id: str) -> Self:
-        # Of the versions that a follower has, and of the one that it receives.
+        """A publisher of what a follower has, and of the version that it is receiving."""
         publisher = cls(run_id=run_id or None)
         publisher._store = store
         return publisher
@@ -318,6 +318,7 @@ class WeightPublisher:
                 yield message
 
     async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+        """Sends pieces, or the name of a follower that has them."""
         self._check_run(request.run_id)
         if source := self._source_for(request):
             yield wire.Reply(source=source)

@@ -105,8 +105,8 @@ async def test_what_is_written_is_what_travels_directly(tmp_path: Path) -> None:
 
 def test_a_way_is_the_shortest_that_has_all_bases() -> None:
     def entry(version: int, whole: int | None, difference: int | None, base: str = "") -> Entry:
-        sizes = [None if nbytes is None else (nbytes,) for nbytes in (whole, difference)]
-        return Entry(version, f"d{version}", *sizes, base)
+        sizes = {"whole": whole and (whole,), "difference": difference and (difference,)}
+        return msgspec.structs.replace(Entry(version, f"d{version}", base=base), **sizes)
 
     first, second = entry(1, 100, None), entry(2, None, 60, "d1")
     third, fourth = entry(3, 100, 60, "d2"), entry(4, None, 5, "d3")
