@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Annotated, Literal
@@ -29,14 +29,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from averaging.common import Backoff, is_count
-from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    ConfigError,
-    ProtocolViolationError,
-    RefusalCause,
-    StateError,
-)
+from averaging.errors import CallRefusedError, ConfigError, ProtocolViolationError, RefusalCause, StateError
 from averaging.tensors import in_thread
 from averaging.weights.differences import Coding
 from averaging.weights.download import all_of
@@ -63,10 +56,10 @@ LEASE_SECONDS, RENEW_SECONDS = 60.0, 10.0  # a lease that has not changed for th
 MIN_PAUSE, MAX_PAUSE = 0.1, 10.0  # seconds between two attempts; the pause doubles
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Step = tuple["Entry", str]  # a version on the way to the newest, and which objects of it are read
+Step = tuple["StoredVersion", str]  # a version on the way to the newest, and which objects of it are read
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class StoredVersion(msgspec.Struct, frozen=True, omit_defaults=True):
     version: Count
     digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     whole: tuple[Count, ...] | None = None  # bytes of the objects, if it is an anchor
@@ -81,10 +74,10 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 class Index(msgspec.Struct, frozen=True):
     format: Literal[1] = 1
     run: str = ""  # empty if the publisher has none
-    versions: tuple[Entry, ...] = ()  # oldest first
+    versions: tuple[StoredVersion, ...] = ()  # oldest first
 
 
-def route(entries: Sequence[Entry], has: str, unusable: Collection[Step] = ()) -> list[Step] | None:
+def route(entries: Sequence[StoredVersion], has: str, unusable: Collection[Step] = ()) -> list[Step] | None:
     """The shortest way to the last entry from the version with the digest `has` or from an anchor; pure."""
     ways: list[list[Step]] = [[]] if entries and entries[-1].digest == has else []
     after: list[Step] = []
@@ -199,6 +192,10 @@ class Files:
             self._fs.rm(paths)
 
 
+class DamagedError(StateError):
+    """An object is missing or damaged."""
+
+
 class VersionFolder:
     # A folder that is followed, as a publisher is through `PublisherLink`.
     is_local = False
@@ -207,13 +204,13 @@ class VersionFolder:
         self._files, self._max_bytes = Files(address), max_bytes
         self.endpoint = self._files.address
         self._seconds = stall_timeout + OBJECT_BYTES / LEAST_RATE  # for one object
-        self._entries: tuple[Entry, ...] = ()
+        self._entries: tuple[StoredVersion, ...] = ()
         self._unusable: set[Step] = set()  # objects that are damaged or missing
         self._last: Step | None = None
 
     async def announcements(self, run_id: str) -> AsyncGenerator[WeightManifest | None, None]:
         """The newest version, and each that is newest at a later look; None while there is none."""
-        announced: Entry | None = None
+        announced: StoredVersion | None = None
         while True:
             index = self._files.index(await self._files.fetch(INDEX, self._seconds))
             if run_id and index.run and run_id != index.run:
@@ -236,62 +233,68 @@ class VersionFolder:
             raise StateError(f"{self.endpoint} does not have all that version {manifest.version} needs")
         self._last = next(reversed(steps), None)
         for step in steps[:-1]:
-            incoming = Incoming(await self._manifest(step[0]), base)
-            await self.receive(incoming, counting(incoming), step)
+            with self._using(step):
+                incoming = Incoming(await self._manifest(step[0]), base)
+                await self._receive(step, incoming, counting(incoming))
             base = incoming.finish()
         return base
 
-    async def receive(self, incoming: Incoming, arrived: Callable[[], None], step: Step | None = None) -> None:
-        """Receives the announced version, or that of a step; StateError if the storage does not deliver it."""
-        step = step or self._last
-        objects = enumerate(() if step is None else sizes(step))
+    async def receive(self, incoming: Incoming, arrived: Callable[[], None]) -> None:
+        """Receives the announced version; StateError if the storage does not deliver it."""
+        if self._last is not None:  # else its content is that of the version before
+            with self._using(self._last):
+                await self._receive(self._last, incoming, arrived)
 
-        async def lane(step: Step) -> None:
+    @contextmanager
+    def _using(self, step: Step) -> Iterator[None]:
+        try:
+            yield
+        except DamagedError:  # from now on another way is taken, if there is one
+            self._unusable.add(step)
+            raise
+
+    async def _receive(self, step: Step, incoming: Incoming, arrived: Callable[[], None]) -> None:
+        objects = enumerate(sizes(step))
+
+        async def lane() -> None:
             for number, nbytes in objects:
                 await self._take(f"{step[0].name}.{step[1]}.{number}", nbytes, incoming)
                 arrived()
 
-        if step is None:  # the same content as before
-            return
-        try:
-            await all_of([lane(step) for _ in range(LANES)])
-            if not incoming.complete:
-                raise ProtocolViolationError(f"{self.endpoint}/{step[0].name} lacks {len(incoming.missing())} pieces")
-        except ProtocolViolationError as error:  # from now on another way is taken, if there is one
-            self._unusable.add(step)
-            raise StateError(str(error)) from None
+        await all_of([lane() for _ in range(LANES)])
+        if not incoming.complete:
+            raise DamagedError(f"{self.endpoint}/{step[0].name} lacks {len(incoming.missing())} pieces")
 
     async def _take(self, name: str, nbytes: int, incoming: Incoming) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         for left in reversed(range(TRIES)):
             try:
                 data = await self._files.fetch(name, self._seconds)
-                if data is None or len(data) != nbytes:
-                    reason = (
-                        "was removed; raise the publisher's keep" if data is None else f"has {len(data)} bytes only"
-                    )
-                    raise ProtocolViolationError(f"the object of {nbytes} bytes {reason}")
+                if data is None:
+                    raise ProtocolViolationError("it was removed; if that happens often, raise the publisher's keep")
+                if len(data) != nbytes:
+                    raise ProtocolViolationError(f"it is cut off: {len(data)} of {nbytes} bytes")
                 for piece in pieces_of(data):
                     incoming.add(*piece)  # which verifies it
                 return
             except StateError as error:
-                failure: AveragingError = error
+                failure = error
             except (ProtocolViolationError, struct.error) as error:
-                failure = ProtocolViolationError(f"{self.endpoint}/{name}: {error}")
+                failure = DamagedError(f"{self.endpoint}/{name}: {error}")
             if not left:
                 raise failure
             logger.warning("%s; reading it again", failure)
             await asyncio.sleep(backoff.next_delay())
 
-    async def _manifest(self, entry: Entry) -> WeightManifest:
+    async def _manifest(self, entry: StoredVersion) -> WeightManifest:
         name = f"{self.endpoint}/{entry.name}.manifest"
         data = await self._files.fetch(f"{entry.name}.manifest", self._seconds)
         try:
             manifest = read_version(wire.Version.FromString(data or b""), self._max_bytes)
         except (DecodeError, ProtocolViolationError) as error:  # the next version may be right
-            raise StateError(f"{name} is damaged: {error}") from None
+            raise DamagedError(f"{name} is damaged: {error}") from None
         if manifest is None or (manifest.version, manifest.digest.hex()) != (entry.version, entry.digest):
-            raise StateError(f"{name} is missing, or of another version than {INDEX} says")
+            raise DamagedError(f"{name} is missing, or of another version than {INDEX} says")
         return replace(manifest, opened=b"", shards=())
 
 
@@ -356,7 +359,7 @@ class FolderWriter:
         self._thread: threading.Thread | None = None
         self._waiting: tuple[WeightSnapshot, str] | None = None
         self._closing = self._stopped = self._failed = False
-        self._entries: tuple[Entry, ...] = ()
+        self._entries: tuple[StoredVersion, ...] = ()
         self._base: WeightSnapshot | None = None  # the content of the last entry
         self._done: set[str] = set()  # objects of the version that is being written
         self._failure = ""
@@ -410,7 +413,7 @@ class FolderWriter:
 
     def _write(self, snapshot: WeightSnapshot, run_id: str) -> None:
         manifest = replace(snapshot.manifest, opened=b"")
-        entry = Entry(manifest.version, manifest.digest.hex())
+        entry = StoredVersion(manifest.version, manifest.digest.hex())
         if self._lease.hold() or self._failed:
             self._begin(entry, run_id)
         newest = next(reversed(self._entries), None)
@@ -432,7 +435,7 @@ class FolderWriter:
         if len(kept) < len(entries):
             self._collect()
 
-    def _begin(self, entry: Entry, run_id: str) -> None:
+    def _begin(self, entry: StoredVersion, run_id: str) -> None:
         """Reads what is there, and removes what a publisher that died or failed has left."""
         index = self._files.index(self._files.read(INDEX))
         if index.run and run_id and index.run != run_id:
@@ -451,7 +454,7 @@ class FolderWriter:
             self._files.write(missing)
             self._done |= missing.keys()
 
-    def _put_content(self, entry: Entry, snapshot: WeightSnapshot, base: str) -> Entry:
+    def _put_content(self, entry: StoredVersion, snapshot: WeightSnapshot, base: str) -> StoredVersion:
         """Writes the difference to the version before, unless it is hardly shorter, and all if an anchor is due."""
         most, since = ANCHOR_SHARE * snapshot.manifest.layout.nbytes, list[int]()
         for each in reversed(self._entries):
@@ -469,7 +472,7 @@ class FolderWriter:
             entry = msgspec.structs.replace(entry, whole=self._put_all(entry, "whole", objects_of(snapshot, None)))
         return entry
 
-    def _put_all(self, entry: Entry, kind: str, objects: Iterable[bytes]) -> tuple[int, ...]:
+    def _put_all(self, entry: StoredVersion, kind: str, objects: Iterable[bytes]) -> tuple[int, ...]:
         nbytes, objects = list[int](), iter(objects)
         while some := list(islice(objects, LANES)):
             self._put({f"{entry.name}.{kind}.{number}": data for number, data in enumerate(some, len(nbytes))})

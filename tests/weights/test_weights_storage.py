@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import http.server
+import re
 import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from averaging.errors import CallRefusedError
 from averaging.rpc import RpcServer
 from averaging.weights import storage
 from averaging.weights.receiver import ModelReceiver
-from averaging.weights.storage import Entry, Index, Step, route
+from averaging.weights.storage import Index, Step, StoredVersion, route
 from tests.support.ports import free_port
 from tests.support.processes import DEADLINE, averaging_process
 from tests.weights.test_weights import LIMIT, averager, follow, has, holds, model, same, state, stepped, train
@@ -104,15 +105,17 @@ async def test_what_is_written_is_what_travels_directly(tmp_path: Path) -> None:
 
 
 def test_a_way_is_the_shortest_that_has_all_bases() -> None:
-    def entry(version: int, whole: int | None, difference: int | None, base: str = "") -> Entry:
+    def entry(version: int, whole: int | None, difference: int | None, base: str = "") -> StoredVersion:
         sizes = {"whole": whole and (whole,), "difference": difference and (difference,)}
-        return msgspec.structs.replace(Entry(version, f"d{version}", base=base), **sizes)
+        return msgspec.structs.replace(StoredVersion(version, f"d{version}", base=base), **sizes)
 
     first, second = entry(1, 100, None), entry(2, None, 60, "d1")
     third, fourth = entry(3, 100, 60, "d2"), entry(4, None, 5, "d3")
     four = [first, second, third, fourth]
 
-    def way(has: str, entries: Sequence[Entry] = four, unusable: set[Step] = set()) -> list[tuple[int, str]] | None:  # noqa: B006
+    def way(
+        has: str, entries: Sequence[StoredVersion] = four, unusable: Collection[Step] = ()
+    ) -> list[tuple[int, str]] | None:
         steps = route(entries, has, unusable)
         return None if steps is None else [(step.version, kind) for step, kind in steps]
 
@@ -167,12 +170,14 @@ async def test_damaged_objects_never_become_weights(
         other = await follow(stack, str(tmp_path))
         await has(other, 3)
         assert holds(other, published[3]), "by the way through the first anchor"
-        assert f"{anchor.name}: the object of {len(right[0])} bytes has {len(right[0]) - 5} bytes only" in caplog.text
+        assert f"{anchor.name}: it is cut off: {len(right[0]) - 5} of {len(right[0])} bytes" in caplog.text
         difference.write_bytes(right[1][:-5] + b"wrong")
+        (tmp_path / f"{second.name}.manifest").rename(tmp_path / "hidden")
         without = await follow(stack, str(tmp_path))
         said = "does not have all that version 3 needs; trying again"
         await asyncio.to_thread(until, lambda: said in caplog.text)
         assert without.newest is None
+        (tmp_path / "hidden").rename(tmp_path / f"{second.name}.manifest")
         difference.write_bytes(right[1])
         await has(without, 3)
         assert holds(without, published[3])
@@ -304,7 +309,7 @@ def test_a_web_server_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             publisher.publish_now(last, 3)
             assert follower.update(timeout=LIMIT)
             assert follower.digest == publisher.digest
-        assert "bytes only; reading it again" in caplog.text
+        assert re.search("it is cut off: .* bytes; reading it again", caplog.text)
         assert "503" in caplog.text
         output = tmp_path / "now.safetensors"
         with averaging_process("follow", url, "--output", str(output), "--once", "--timeout", "20") as process:
