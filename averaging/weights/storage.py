@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Annotated, Literal
@@ -160,7 +160,7 @@ class Files:
         except FileNotFoundError:
             return None
         except Exception as error:  # each kind of storage has its own
-            raise StateError(f"{self.address}/{name} cannot be read: {str(error) or type(error).__name__}") from None
+            raise StateError(f"{self.address}/{name} was not read: {str(error) or type(error).__name__}") from None
 
     def index(self, data: bytes | None) -> Index:
         try:
@@ -192,10 +192,6 @@ class Files:
             self._fs.rm(paths)
 
 
-class DamagedError(StateError):
-    """An object is missing or damaged."""
-
-
 class VersionFolder:
     # A folder that is followed, as a publisher is through `PublisherLink`.
     is_local = False
@@ -218,7 +214,7 @@ class VersionFolder:
                 raise CallRefusedError(self.endpoint, reason, RefusalCause.WRONG_RUN)
             self._entries, newest = index.versions, next(reversed(index.versions), None)
             if newest is None or newest != announced:
-                yield None if newest is None else await self._manifest(newest)
+                yield None if newest is None else await self._manifest((newest, "whole"))
                 announced = newest
             await asyncio.sleep(POLL_SECONDS)
 
@@ -233,40 +229,34 @@ class VersionFolder:
             raise StateError(f"{self.endpoint} does not have all that version {manifest.version} needs")
         self._last = next(reversed(steps), None)
         for step in steps[:-1]:
-            with self._using(step):
-                incoming = Incoming(await self._manifest(step[0]), base)
-                await self._receive(step, incoming, counting(incoming))
+            incoming = Incoming(await self._manifest(step), base)
+            await self._receive(step, incoming, counting(incoming))
             base = incoming.finish()
         return base
 
     async def receive(self, incoming: Incoming, arrived: Callable[[], None]) -> None:
         """Receives the announced version; StateError if the storage does not deliver it."""
         if self._last is not None:  # else its content is that of the version before
-            with self._using(self._last):
-                await self._receive(self._last, incoming, arrived)
+            await self._receive(self._last, incoming, arrived)
 
-    @contextmanager
-    def _using(self, step: Step) -> Iterator[None]:
-        try:
-            yield
-        except DamagedError:  # from now on another way is taken, if there is one
-            self._unusable.add(step)
-            raise
+    def _damaged(self, step: Step, reason: object) -> StateError:
+        self._unusable.add(step)  # from now on another way is taken, if there is one
+        return StateError(f"{self.endpoint}/{step[0].name}: {reason}")
 
     async def _receive(self, step: Step, incoming: Incoming, arrived: Callable[[], None]) -> None:
         objects = enumerate(sizes(step))
 
         async def lane() -> None:
             for number, nbytes in objects:
-                await self._take(f"{step[0].name}.{step[1]}.{number}", nbytes, incoming)
+                await self._take(step, number, nbytes, incoming)
                 arrived()
 
         await all_of([lane() for _ in range(LANES)])
         if not incoming.complete:
-            raise DamagedError(f"{self.endpoint}/{step[0].name} lacks {len(incoming.missing())} pieces")
+            raise self._damaged(step, f"{len(incoming.missing())} pieces are missing")
 
-    async def _take(self, name: str, nbytes: int, incoming: Incoming) -> None:
-        backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
+    async def _take(self, step: Step, number: int, nbytes: int, incoming: Incoming) -> None:
+        backoff, name = Backoff(MIN_PAUSE, MAX_PAUSE), f"{step[0].name}.{step[1]}.{number}"
         for left in reversed(range(TRIES)):
             try:
                 data = await self._files.fetch(name, self._seconds)
@@ -277,24 +267,20 @@ class VersionFolder:
                 for piece in pieces_of(data):
                     incoming.add(*piece)  # which verifies it
                 return
-            except StateError as error:
-                failure = error
-            except (ProtocolViolationError, struct.error) as error:
-                failure = DamagedError(f"{self.endpoint}/{name}: {error}")
-            if not left:
-                raise failure
-            logger.warning("%s; reading it again", failure)
+            except (StateError, ProtocolViolationError, struct.error) as error:
+                if not left:
+                    raise error if isinstance(error, StateError) else self._damaged(step, error) from None
+                logger.warning("%s/%s: %s; reading it again", self.endpoint, name, error)
             await asyncio.sleep(backoff.next_delay())
 
-    async def _manifest(self, entry: StoredVersion) -> WeightManifest:
-        name = f"{self.endpoint}/{entry.name}.manifest"
-        data = await self._files.fetch(f"{entry.name}.manifest", self._seconds)
+    async def _manifest(self, step: Step) -> WeightManifest:
+        data = await self._files.fetch(f"{step[0].name}.manifest", self._seconds)
         try:
             manifest = read_version(wire.Version.FromString(data or b""), self._max_bytes)
-        except (DecodeError, ProtocolViolationError) as error:  # the next version may be right
-            raise DamagedError(f"{name} is damaged: {error}") from None
-        if manifest is None or (manifest.version, manifest.digest.hex()) != (entry.version, entry.digest):
-            raise DamagedError(f"{name} is missing, or of another version than {INDEX} says")
+        except (DecodeError, ProtocolViolationError) as error:
+            raise self._damaged(step, f"the manifest has {error}") from None
+        if manifest is None or (manifest.version, manifest.digest.hex()) != (step[0].version, step[0].digest):
+            raise self._damaged(step, "the manifest is missing, or of another version")
         return replace(manifest, opened=b"", shards=())
 
 
@@ -396,7 +382,10 @@ class FolderWriter:
                     self._thread = None
                     return
             try:
-                self._lease.hold() if waiting is None else self._write(*waiting)
+                if waiting is not None:
+                    self._write(*waiting)
+                elif self._lease.hold():
+                    self._failed = True  # others may have written meanwhile
             except Exception as error:  # each kind of storage has its own
                 if (reason := str(error) or type(error).__name__) != self._failure:
                     logger.error("%s is not written to: %s; trying again", self._files.address, reason)
