@@ -1,9 +1,9 @@
 """Weights by version: a trainer publishes, others follow. docs/how-to/follow.md is the guide.
 
 Read in this order: `layout` (the tensors of a version), `parts` (of a divided model), `snapshot` (one version) and
-`differences` (what changed), `store` (the versions that are kept and sent), `publisher` (who gets a version from whom),
-`download` and `receiver` (the other end), `follower`, `vllm_server` (an engine that loads
-versions).
+`differences` (what changed), `store` (the versions that are kept and sent), `storage` (those in a folder or a bucket),
+`publisher` (who gets a version from whom), `download` and `receiver` (the other end), `follower`, `vllm_server` (an
+engine that loads versions).
 """
 
 from averaging.weights.follower import FOLLOWER_METRICS, Staleness, StalenessWatch, WeightFollower, follower_samples
