@@ -201,7 +201,12 @@ class DecentralizedAverager(OptimizerWrapper):
                 {name: local(parameter) for name, parameter in parameters.items()} | in_common.averaged,
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
-                services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
+                services=[
+                    service
+                    for service in services
+                    if (site.leads or getattr(service, "of_each_shard", False))
+                    and not (self._config.mode is Mode.CLIENT and getattr(service, "needs_no_port", False))
+                ],
                 context=PeerContext(
                     transport,
                     None if isinstance(discovery, str) else discovery,

@@ -107,6 +107,10 @@ class WeightPublisher:
         self._background = _Background(partial(self._publish_copy, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
+    @property
+    def needs_no_port(self) -> bool:  # whether it is of use to an averager in client mode
+        return self._folder is not None
+
     @classmethod
     def of_store(cls, store: Store, run_id: str) -> Self:
         """A publisher of what a follower has, and of the version that it is receiving."""

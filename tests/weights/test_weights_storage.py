@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from averaging import ConfigError, LocalSGD, StateError, WeightFollower, WeightPublisher
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, StateError, WeightFollower, WeightPublisher
 from averaging.errors import CallRefusedError
 from averaging.rpc import RpcServer
 from averaging.weights import storage
@@ -198,6 +198,19 @@ def test_training_goes_on_while_the_storage_is_away(tmp_path: Path, caplog: pyte
     with WeightFollower(mine, join=[str(away / "run")], run_id="run") as follower:  # the averager has waited at its end
         assert follower.update(timeout=LIMIT)
         assert follower.version == 6
+    assert same(mine.state_dict(), trained.state_dict())
+
+
+def test_an_averager_in_client_mode_publishes_too(tmp_path: Path) -> None:
+    founder, trained, mine = model(), model(), model()
+    publisher = WeightPublisher(trained, to=str(tmp_path))
+    with averager(WeightPublisher(founder), founder, LocalSGD(sync_every=1)) as other:
+        options: dict[str, Any] = {"run_id": "run", "join": [other.endpoint], "mode": "client", "services": [publisher]}
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        with DecentralizedAverager(optimizer, model=trained, strategy=LocalSGD(sync_every=1), **options):
+            pass
+    with WeightFollower(mine, join=[str(tmp_path)]) as follower:
+        assert follower.update(timeout=LIMIT)
     assert same(mine.state_dict(), trained.state_dict())
 
 
