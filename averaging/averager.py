@@ -63,7 +63,7 @@ class StateService(RpcService, Protocol):
     def averaged(self, averager: DecentralizedAverager) -> None:
         """Called in the training thread: at the start, after each round, and when `model_version` has grown otherwise.
 
-        It should return soon.
+        It should return soon. If the service has a method `close`, that is called when the averager has left the run.
         """
 
 
@@ -201,7 +201,12 @@ class DecentralizedAverager(OptimizerWrapper):
                 {name: local(parameter) for name, parameter in parameters.items()} | in_common.averaged,
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
-                services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
+                services=[
+                    service
+                    for service in services
+                    if (site.leads or getattr(service, "of_each_shard", False))
+                    and not (self._config.mode is Mode.CLIENT and getattr(service, "needs_no_port", False))
+                ],
                 context=PeerContext(
                     transport,
                     None if isinstance(discovery, str) else discovery,
@@ -491,6 +496,11 @@ class DecentralizedAverager(OptimizerWrapper):
         note_closed(self)
         if hasattr(self, "_thread"):  # else the constructor has failed earlier
             self._thread.close()
+            for service in self._state_services:
+                try:
+                    getattr(service, "close", bool)()
+                except AveragingError as error:
+                    logger.error("%s", error)
         self._site.close()
 
     def begin_to_leave(self) -> None:

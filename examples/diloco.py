@@ -11,6 +11,9 @@ continues; `--compression int8` divides the traffic by four again.
 On a slow link, Muon inside and the largest changes only, in 2 bits each, outside (MuLoCo, arXiv:2505.23725):
 
     python -m examples.diloco --optimizer muon --compression top_k --density 1/32 --wait-for 2
+
+With `--publish-to ./run` or `--publish-to s3://bucket/run` one peer writes its weights after each outer step, and
+`averaging follow ./run --output now.safetensors` keeps a file at the newest of them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
-from averaging import DecentralizedAverager, DiLoCo, Receipt
+from averaging import DecentralizedAverager, DiLoCo, Receipt, WeightPublisher
 from averaging.integrations.loggers import TensorBoardRounds
 from averaging.protocol import CHANGE_COMPRESSIONS, KEPT_BITS, Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_of, share
@@ -72,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bits", type=int, choices=KEPT_BITS, help="bits of each of them: %(choices)s (2)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="inner optimizer: %(choices)s (adamw)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
+    parser.add_argument("--publish-to", default="", metavar="DIR|URL", help="write each outer step there for followers")
     options = parse(parser, arguments)
     with in_order(parser):
         train(options)
@@ -107,6 +111,7 @@ def train(options: argparse.Namespace) -> None:
         **security_of(options),
         mode=Mode.CLIENT if options.client_mode else Mode.NODE,
         strategy=strategy,
+        services=[WeightPublisher(model, to=options.publish_to)] if options.publish_to else [],
         scheduler=partial(LinearLR, start_factor=0.05, total_iters=20),
         on_round=board.note_round,
         group_wait=10.0,  # how long faster peers wait for slower ones

@@ -35,7 +35,7 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 
 
 @click.command("follow")
-@click.argument("addresses", type=options.JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.argument("addresses", type=options.FOLLOWED_TYPE, nargs=-1, required=True, metavar="HOST:PORT|URL|DIR...")
 @options.path(
     "--output", "FILE.safetensors|DIR", "The file to keep; with --config or --layout the directory of the versions."
 )
@@ -97,9 +97,10 @@ def follow_command(
 ) -> None:
     r"""Keeps --output at the newest version of the weights that the peer at HOST:PORT publishes.
 
-    The peer must publish weights: its averager has services=[WeightPublisher(model)]. If ranks of fully_shard publish
-    their parts, give the address of rank 0. With several addresses, the next one is followed if one is lost. Each
-    version is verified, and replaces the file in one step. If the disk is full, the old file stays.
+    The peer must publish weights: its averager has services=[WeightPublisher(model)]. With WeightPublisher(model, to=…)
+    they are also followed through s3://BUCKET/RUN, https://HOST/RUN, or a folder such as /mnt/run or ./run. If ranks of
+    fully_shard publish their parts, give the address of rank 0. With several addresses, the next one is followed if one
+    is lost. Each version is verified, and replaces the file in one step. If the disk is full, the old file stays.
 
     Only what changed since the last version is received, also if this command is started again. Versions that come
     faster than they are written are left out, never the newest. While the command of --exec runs, the file stays as it

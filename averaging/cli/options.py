@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from averaging.common import ADDRESS_TO_DIAL, SECONDS, SEED, SWITCH, Kind, Option, as_flag, number
+from averaging.common import ADDRESS_TO_DIAL, FOLLOWED, SECONDS, SEED, SWITCH, Kind, Option, as_flag, number
 from averaging.config import OPTIONS, PeerConfig, tls_files
 from averaging.errors import ConfigError
 from averaging.protocol import CompressionType, Mode
@@ -44,6 +44,7 @@ class KindType(click.ParamType[Any]):
 
 DIALLED = KindType(ADDRESS_TO_DIAL)
 JOINED = KindType(SEED)  # the address of a peer, or a source of addresses, see `averaging.seeds.look_up`
+FOLLOWED_TYPE = KindType(FOLLOWED)
 DURATION = KindType(SECONDS)
 NOT_NEGATIVE = KindType(number(least=0))
 

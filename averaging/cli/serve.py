@@ -26,10 +26,11 @@ EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 @click.argument("folder", type=options.CheckedPath(), metavar="MODEL_DIR")
 @options.option(
     "--follow",
-    "Take each version of the weights that this peer publishes; repeatable, for the case that it is lost.",
-    "HOST:PORT",
+    "Take each version of the weights that this peer publishes, or that are in this folder; repeatable, for the case "
+    "that it is lost.",
+    "HOST:PORT|URL|DIR",
     name="addresses",
-    type=options.JOINED,
+    type=options.FOLLOWED_TYPE,
     multiple=True,
 )
 @options.flag("run_id", help="With --follow: follow only the weights of this run.")

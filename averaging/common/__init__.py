@@ -46,6 +46,7 @@ from averaging.common.options import (
     ADDRESS as ADDRESS,
     ADDRESS_TO_DIAL as ADDRESS_TO_DIAL,
     ADDRESSES_TO_DIAL as ADDRESSES_TO_DIAL,
+    FOLLOWED as FOLLOWED,
     PATH as PATH,
     SECONDS as SECONDS,
     SEED as SEED,
@@ -94,6 +95,7 @@ from averaging.common.seed_sources import (
     GOSSIP as GOSSIP,
     SeedSource as SeedSource,
     SourceKind as SourceKind,
+    is_folder as is_folder,
     parse_discovery as parse_discovery,
     parse_seed as parse_seed,
 )

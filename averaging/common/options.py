@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 from averaging.common.addresses import PROXY_VARIABLE, parse_address
-from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
+from averaging.common.seed_sources import SourceKind, is_folder, parse_seed, split_seeds
 from averaging.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "AVERAGING_"
@@ -195,6 +195,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 ADDRESS = text("HOST:PORT", _port)
 ADDRESS_TO_DIAL = text("HOST:PORT", _check_dialled)
 SEED = text("HOST:PORT", parse_seed)  # the address of a peer, or a source of addresses, see `seed_sources`
+FOLLOWED = text("HOST:PORT", lambda value: is_folder(value) or parse_seed(value))  # or a folder of versions
 ADDRESSES_TO_DIAL = Kind(
     "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_texts, _check_all_dialled, split_seeds
 )

@@ -61,6 +61,11 @@ def parse_seed(text: str) -> SeedSource | None:
     return None
 
 
+def is_folder(text: str) -> bool:
+    """Whether a value of a follower's `join` names a folder of versions: a URL, or a path with `/` or `./` first."""
+    return text.startswith(("/", "./", "../", "~/")) or ("://" in text and not text.startswith(ETCD))
+
+
 def split_seeds(text: str) -> list[str]:
     """Splits values of `join` at commas, other than those between the members of an etcd cluster."""
     values: list[str] = []

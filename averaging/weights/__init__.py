@@ -1,9 +1,9 @@
 """Weights by version: a trainer publishes, others follow. docs/how-to/follow.md is the guide.
 
 Read in this order: `layout` (the tensors of a version), `parts` (of a divided model), `snapshot` (one version) and
-`differences` (what changed), `store` (the versions that are kept and sent), `publisher` (who gets a version from whom),
-`download` and `receiver` (the other end), `follower`; then engines that load versions: `engine_servers`, `vllm_server`,
-`adapters`.
+`differences` (what changed), `store` (the versions that are kept and sent), `storage` (those in a folder or a bucket),
+`publisher` (who gets a version from whom), `download` and `receiver` (the other end), `follower`; then engines that
+load versions: `engine_servers`, `vllm_server`, `adapters`.
 """
 
 from averaging.weights.adapters import AdapterServer

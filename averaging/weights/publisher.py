@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,6 +22,7 @@ from averaging.tensors import in_thread
 from averaging.weights.layout import first_difference, version_message
 from averaging.weights.parts import AgreedVersion, PublisherRanks, is_divided
 from averaging.weights.snapshot import OpenedVersion, StateCopy, WeightPieces, WeightSnapshot, begin_copy, seal
+from averaging.weights.storage import FolderWriter
 from averaging.weights.store import DESCRIBE, FETCH, FOLLOW, Store
 from averaging.wire import weights_pb2 as wire
 
@@ -67,6 +68,10 @@ class WeightPublisher:
         process_group: Group of the ranks between which `fully_shard` divides the model. Each rank then publishes what
             it holds, and `publish_now` is called by all of them at the same time. Followers join the publisher of rank
             0, which names the others.
+        to: Folder into which the versions are written too: a path, or a URL of fsspec such as `s3://bucket/run`. That
+            happens in another thread, and takes the memory of one more copy; a storage that is down does not stop
+            training. `close` waits until the newest version is there; an averager that closes does so.
+        keep: Whole versions that stay in `to`, with the differences that follow them; older ones are removed.
         endpoint: With `process_group` and without an averager, `host:port` of the server of this rank's publisher.
 
     Raises:
@@ -80,6 +85,8 @@ class WeightPublisher:
         run_id: str | None = None,
         dtype: torch.dtype | None = None,
         bases: int = 2,
+        to: str = "",
+        keep: int = 2,
         process_group: Any = None,
         endpoint: str = "",
     ) -> None:
@@ -87,7 +94,10 @@ class WeightPublisher:
             raise ConfigError(f"dtype must be a floating-point dtype, not {dtype}")
         if not is_count(bases):
             raise ConfigError(f"bases must be a whole number, at least 0, not {bases!r}")
+        if to and process_group is not None:
+            raise ConfigError("a folder takes whole models; give `to` to a publisher without process_group")
         self._model, self._run_id, self._dtype = model, run_id, dtype
+        self._folder = FolderWriter(to, keep) if to else None
         self._store = Store(bases)
         self._quota = HostQuota(MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST)
         self._publishing = threading.Lock()
@@ -96,6 +106,33 @@ class WeightPublisher:
         self._left: dict[str, int] = {}  # endpoints of followers that others have left, and for how many versions yet
         self._background = _Background(partial(self._publish_copy, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
+
+    @property
+    def needs_no_port(self) -> bool:  # whether it is of use to an averager in client mode
+        return self._folder is not None
+
+    @classmethod
+    def of_store(cls, store: Store, run_id: str) -> Self:
+        """A publisher of what a follower has, and of the version that it is receiving."""
+        publisher = cls(run_id=run_id or None)
+        publisher._store = store
+        return publisher
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Waits until the newest version is in the folder `to`, and lets other publishers write there.
+
+        Raises:
+            StateError: The storage did not take it within `timeout` seconds, or another publisher writes there.
+        """
+        self._background.join(timeout)
+        if self._folder is not None:
+            self._folder.close(timeout)
 
     @property
     def of_each_shard(self) -> bool:  # whether the averager of each shard serves it, and not only that of rank 0
@@ -152,7 +189,7 @@ class WeightPublisher:
         with self._publishing:
             last = -1 if self.version is None else self.version
             if snapshot.manifest.version > last:
-                self._store.add(snapshot)
+                self._keep(snapshot)
             elif snapshot.manifest.version < last:
                 raise _not_above(snapshot.manifest.version, last)
 
@@ -171,7 +208,7 @@ class WeightPublisher:
             self._publish_copy(copy, step, at_least=True)
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        return [FOLLOW.streams(self._follow), FETCH.streams(self._fetch), DESCRIBE.streams(self._describe)]
+        return [FOLLOW.streams(self._follow), FETCH.streams(self.fetch), DESCRIBE.streams(self._describe)]
 
     def _copy(self, state: Mapping[str, torch.Tensor] | None) -> StateCopy:
         if state is None:
@@ -229,9 +266,14 @@ class WeightPublisher:
             self._store.receiving(None)
 
     def _add(self, snapshot: WeightSnapshot) -> None:
-        self._store.add(snapshot)
+        self._keep(snapshot)
         what, manifest = "version" if self._ranks is None else "a part of version", snapshot.manifest
         logger.info("published %s %d, digest %s", what, manifest.version, manifest.digest.hex()[:8])
+
+    def _keep(self, snapshot: WeightSnapshot) -> None:
+        self._store.add(snapshot)
+        if self._folder is not None:
+            self._folder.write_soon(snapshot, self._run_id or "")
 
     def _check_run(self, run_id: str) -> None:
         if self._run_id and run_id and run_id != self._run_id:
@@ -279,7 +321,8 @@ class WeightPublisher:
             async for message in messages:
                 yield message
 
-    async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+    async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+        """Sends pieces, or the name of a follower that has them."""
         self._check_run(request.run_id)
         if source := self._source_for(request):
             yield wire.Reply(source=source)
@@ -385,13 +428,19 @@ class _Background:
         self._lock = threading.Lock()
         self._next: tuple[StateCopy, int] | None = None
         self._running = False
+        self._thread: threading.Thread | None = None
 
     def publish_soon(self, copy: StateCopy, version: int) -> None:
         with self._lock:
             self._next = copy, version
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._run, name="the publisher of weights", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="the publisher of weights", daemon=True)
+                self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         while True:

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from averaging.common import Backoff, is_loopback, parse_address, spelled
+from averaging.common import Backoff, is_folder, is_loopback, parse_address, spelled
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -29,7 +29,9 @@ from averaging.seeds import Seeds
 from averaging.weights.download import Downloads, PublisherLink
 from averaging.weights.layout import Shard, WeightLayout, WeightManifest, WeightSpec, read_version
 from averaging.weights.parts import check_own, is_wanted, missing_part, whole_of
+from averaging.weights.publisher import WeightPublisher
 from averaging.weights.snapshot import DividedSnapshot, Incoming, WeightSnapshot
+from averaging.weights.storage import VersionFolder
 from averaging.weights.store import FETCH, FOLLOW, Changes, Store
 from averaging.wire import weights_pb2 as wire
 
@@ -40,12 +42,14 @@ NAME_BYTES = 16
 EARLY_SECONDS = 2.0  # for which a call for a version waits that was not announced here yet
 REMEMBERED = 4  # versions of each part of which the manifest is kept, so that those of one version are found together
 
+Publisher = PublisherLink | VersionFolder
+
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerOptions:
     """The options of a follower that do not depend on what it does with the weights."""
 
-    join: Sequence[str]  # addresses of publishers, or sources of them, see `averaging.seeds`
+    join: Sequence[str]  # addresses of publishers, sources of them, see `averaging.seeds`, or folders of versions
     run_id: str  # the run that is followed; empty for any
     credentials: Credentials = field(default_factory=Credentials)
     listen: str | None = "127.0.0.1:0"  # address at which it hands on versions; None if it does not
@@ -55,12 +59,18 @@ class FollowerOptions:
     max_bytes: int = 1 << 40  # of the largest state that is accepted
     min_version: int = 0  # earlier versions are not received
     seeds: Seeds = field(init=False)  # the addresses that `join` names now
+    folders: Mapping[str, VersionFolder] = field(init=False)  # those in `join`
 
     def __post_init__(self) -> None:
         if isinstance(self.join, str) or not self.join:
             raise ConfigError(f"join must be a list of addresses of publishers, not {self.join!r}")
+        of_folder = self.stall_timeout, self.max_bytes
+        object.__setattr__(
+            self, "folders", {each: VersionFolder(each, *of_folder) for each in self.join if is_folder(each)}
+        )
         try:
-            object.__setattr__(self, "seeds", Seeds(self.join, self.credentials))
+            addresses = [each for each in self.join if each not in self.folders]
+            object.__setattr__(self, "seeds", Seeds(addresses, self.credentials))
         except ConfigError as error:
             raise ConfigError(f"join: {error}") from None
 
@@ -112,6 +122,8 @@ class ModelReceiver:
         self._stack = AsyncExitStack()
         self._first = _PartReceiver(self, options, base)
         self._others: dict[str, _PartReceiver] = {}  # by the endpoint of their publisher
+        # The publisher of a folder names nobody, so this follower announces what it has itself.
+        self._relay = WeightPublisher.of_store(self._first.store, options.run_id) if options.folders else None
         self.bytes_received = 0  # of encoded pieces
         self.retries = 0  # attempts to receive a version that failed
         self._complete: WeightSnapshot | DividedSnapshot | None = base  # the newest complete version
@@ -190,7 +202,8 @@ class ModelReceiver:
         await asyncio.gather(*(part.tell(has) for part in self._parts))
 
     def rpc_handlers(self) -> list[RpcHandler]:
-        return [FETCH.streams(self._fetch)]
+        announcing = () if self._relay is None else self._relay.rpc_handlers()
+        return [FETCH.streams(self._fetch), *(each for each in announcing if each.method is not FETCH)]
 
     async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         """Hands on pieces. The caller may have been announced a version sooner than this follower."""
@@ -200,7 +213,8 @@ class ModelReceiver:
 
         await self.changes.wait(lambda: bool(holders()), EARLY_SECONDS)
         store = next(iter(holders()), self._first.store)
-        async with aclosing(store.send(request)) as replies:
+        relay = self._relay if store is self._first.store else None
+        async with aclosing(store.send(request) if relay is None else relay.fetch(request)) as replies:
             async for reply in replies:
                 yield reply
 
@@ -297,8 +311,8 @@ class _PartReceiver:
         self.reached = False  # whether a publisher has ever answered
         self.failure: AveragingError | None = None  # why following has ended for good
         self.progress = (0, 0)  # received and expected bytes of the present version, before they are encoded
-        self._publisher: PublisherLink | None = None  # who announced the newest version
-        self._current: PublisherLink | None = None  # who is connected
+        self._publisher: Publisher | None = None  # who announced the newest version
+        self._current: Publisher | None = None  # who is connected
         self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
@@ -315,7 +329,7 @@ class _PartReceiver:
             await self._downloads.close()
 
     async def tell(self, has: int) -> None:
-        if self._current is not None:
+        if isinstance(self._current, PublisherLink):
             await self._downloads.tell(self._current, has)
 
     def not_reached(self) -> AveragingError:
@@ -340,7 +354,7 @@ class _PartReceiver:
 
     @property
     def _addresses(self) -> Sequence[str]:
-        return (self._endpoint,) if self._endpoint else self._options.seeds.addresses
+        return (self._endpoint,) if self._endpoint else (*self._options.seeds.addresses, *self._options.folders)
 
     def _all_refuse(self) -> bool:
         reasons = [self._reasons.get(address) for address in self._addresses]
@@ -375,7 +389,28 @@ class _PartReceiver:
 
     async def _follow_one(self, address: str) -> None:
         options = self._options
-        publisher = PublisherLink(options.dial(address, loopback=self._loopback), os.urandom(NAME_BYTES))
+        publisher: Publisher
+        if folder := options.folders.get(address):
+            publisher, announcements = folder, folder.announcements(options.run_id)
+        else:
+            link = PublisherLink(options.dial(address, loopback=self._loopback), os.urandom(NAME_BYTES))
+            publisher, announcements = link, self._announcements(link)
+        try:
+            async with aclosing(announcements):
+                async for manifest in announcements:
+                    if manifest is not None:
+                        self._announce(manifest, publisher)
+                    self.connected, self.reached, self._current = True, True, publisher
+                    self._reasons.pop(address, None)
+                    self.store.changes.happened()
+        finally:
+            if self._publisher is publisher:
+                self._publisher = None
+            if self._current is publisher:
+                self._current = None
+
+    async def _announcements(self, publisher: PublisherLink) -> AsyncGenerator[WeightManifest | None, None]:
+        options, address = self._options, publisher.endpoint
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
         own = self._model.endpoint
         reachable = own and (publisher.is_local or not is_loopback(parse_address(own)[0]))
@@ -385,33 +420,23 @@ class _PartReceiver:
             endpoint=own if reachable else "",
             local=publisher.is_local,
         )
-        try:
-            async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
-                try:
-                    async with asyncio.timeout(options.join_timeout):
-                        message = await anext(announcements, None)
-                except TimeoutError:
-                    raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
-                layout: WeightLayout | None = None  # of the message before
-                while message is not None:
-                    try:
-                        manifest = read_version(message, options.max_bytes, layout)
-                    except ProtocolViolationError as error:
-                        raise ProtocolViolationError(f"{address} announces {error}") from None
-                    if manifest is not None:
-                        layout = manifest.layout
-                        self._announce(manifest, publisher)
-                    self.connected, self.reached, self._current = True, True, publisher
-                    self._reasons.pop(address, None)
-                    self.store.changes.happened()
+        async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
+            try:
+                async with asyncio.timeout(options.join_timeout):
                     message = await anext(announcements, None)
-        finally:
-            if self._publisher is publisher:
-                self._publisher = None
-            if self._current is publisher:
-                self._current = None
+            except TimeoutError:
+                raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
+            layout: WeightLayout | None = None  # of the message before
+            while message is not None:
+                try:
+                    manifest = read_version(message, options.max_bytes, layout)
+                except ProtocolViolationError as error:
+                    raise ProtocolViolationError(f"{address} announces {error}") from None
+                layout = layout if manifest is None else manifest.layout
+                yield manifest
+                message = await anext(announcements, None)
 
-    def _announce(self, manifest: WeightManifest, publisher: PublisherLink) -> None:
+    def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
         if manifest.layout != self._layout:
             self._model.check(self, manifest)
             self._layout = manifest.layout
@@ -439,25 +464,41 @@ class _PartReceiver:
             manifest, publisher = self.announced, self._publisher
             if manifest is None or publisher is None:
                 continue
-            # What has arrived of this version stays if a source fails. Of another one stays what is the same in this,
-            # for example if its publisher has started again and gives it another name.
-            incoming, wanted = self._incoming, (manifest.name, manifest.version)
-            if incoming is None or (incoming.manifest.name, incoming.manifest.version) != wanted:
-                incoming = self._incoming = Incoming(manifest, self.store.newest, incoming)
-            self.store.receiving(incoming)
             try:
-                await self._receive_one(incoming, publisher)
+                await self._receive_one(manifest, publisher)
             except StateError as error:
                 logger.warning("%s; trying again", error)
                 self._model.retries += 1
-                if not incoming.manifest.is_described and len(incoming.digests) == incoming.manifest.layout.count:
+                incoming = self._incoming
+                if incoming and not incoming.manifest.is_described and incoming.knows(manifest.layout.count - 1):
                     self._incoming = Incoming(manifest, self.store.newest, incoming)  # the digests may be wrong
                 self.store.changes.happened()
                 await asyncio.sleep(backoff.next_delay())
             else:
                 backoff.reset()
 
-    async def _receive_one(self, incoming: Incoming, publisher: PublisherLink) -> None:
+    async def _receive_one(self, manifest: WeightManifest, publisher: Publisher) -> None:
+        # What has arrived of this version stays if a source fails. Of another one stays what is the same in this, for
+        # example if its publisher has started again and gives it another name.
+        incoming, base, wanted = self._incoming, self.store.newest, (manifest.name, manifest.version)
+        if isinstance(publisher, VersionFolder):
+            base = await publisher.catch_up(manifest, base, self._counting)
+            incoming = Incoming(manifest, base, incoming)
+        elif incoming is None or (incoming.manifest.name, incoming.manifest.version) != wanted:
+            incoming = Incoming(manifest, base, incoming)
+        self._incoming = incoming
+        self.store.receiving(incoming)
+        if isinstance(publisher, VersionFolder):
+            await publisher.receive(incoming, self._counting(incoming))
+        else:
+            await self._downloads.receive(incoming, publisher, self._counting(incoming))
+        snapshot, self._incoming = incoming.finish(), None
+        if snapshot.manifest not in self.manifests:
+            self.manifests.append(snapshot.manifest)
+        self.store.add(snapshot)
+        self.store.receiving(None)
+
+    def _counting(self, incoming: Incoming) -> Callable[[], None]:
         total, before = incoming.left, incoming.received
 
         def arrived() -> None:
@@ -468,12 +509,7 @@ class _PartReceiver:
             self.store.changes.happened()
             self._model.advance()
 
-        await self._downloads.receive(incoming, publisher, arrived)
-        snapshot, self._incoming = incoming.finish(), None
-        if snapshot.manifest not in self.manifests:
-            self.manifests.append(snapshot.manifest)
-        self.store.add(snapshot)
-        self.store.receiving(None)
+        return arrived
 
     def _is_behind(self) -> bool:
         newest, announced = self.store.newest, self.announced

@@ -145,7 +145,7 @@ class Store:
             while done < len(indices):
                 batch = _available(source, indices, done)
                 if batch:
-                    wanted = [index for index in batch if not _is_left_out(source, base, index)]
+                    wanted = [index for index in batch if not is_left_out(source, base, index)]
                     replies = _grouped(wanted, await self._encode(source, base, request.base, wanted))
                 # The next piece is not here. It comes only while this version is being received.
                 elif source is not self._incoming and not source.has(indices[done]):
@@ -219,7 +219,7 @@ class Store:
             return [(raw, source.piece(i).tobytes()) if known[i][0] is raw else known[i] for i in batch]
 
 
-def _is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) -> bool:
+def is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) -> bool:
     return source.repeats(index) or (base is not None and base.digests[index] == source.digests[index])
 
 
@@ -235,12 +235,16 @@ def _available(source: WeightPieces, indices: Sequence[int], place: int) -> list
 
 def _differences(source: WeightPieces, base: WeightSnapshot, todo: Sequence[int]) -> dict[int, Encoded]:
     """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
-    layout, differences = source.manifest.layout, {}
+    differences = {}
     for index in todo:
-        itemsize = layout.buckets[layout.pieces[index].bucket].itemsize
-        coding, data = encode(source.piece(index), base.piece(index), itemsize)
+        coding, data = difference(source, base, index)
         differences[index] = (coding, b"" if coding is Coding.RAW else data)
     return differences
+
+
+def difference(source: WeightPieces, base: WeightSnapshot, index: int) -> Encoded:
+    layout = source.manifest.layout
+    return encode(source.piece(index), base.piece(index), layout.buckets[layout.pieces[index].bucket].itemsize)
 
 
 def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[wire.Reply]:

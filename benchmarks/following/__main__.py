@@ -4,11 +4,12 @@
     large       the same with 1 GiB
     tree        64 MiB to 1, 8 and 32 followers at 100 Mbit/s and 50 ms, and the copies that the publisher sends
     loopback    64 MiB and 1 GiB to one follower, beside HTTP, and the first byte of weights that leaves
+    folder      64 MiB through a folder behind a web server at 1 Gbit/s and 50 ms, beside a file, and a difference
     many        16 MiB to one follower on loopback, in 4, 1,000 and 4,000 tensors
     slow        10 followers at 2 MB/s, with a commit every 0.2 s
 
     python -m benchmarks.following --target loopback many
-    sudo .venv/bin/python -m benchmarks.following --target one large tree slow   # on emulated links
+    sudo .venv/bin/python -m benchmarks.following --target one large tree slow folder   # on emulated links
 
 The publisher has random bfloat16 weights, and steps of Adam with a learning rate of 1e-6 on a float32 copy. All times
 are from the call of `publish`, so they include the copy and the digests; a follower holds a version that it has
@@ -187,6 +188,29 @@ async def loopback(options: argparse.Namespace) -> Found:
     return verdicts, found
 
 
+async def folder(options: argparse.Namespace) -> Found:
+    """The share of the rate at which a file is saved and downloaded, and that of a step of fine-tuning in the bytes."""
+    ours, plain = [], []
+    async with place(options, (1000.0, 1000.0)) as at:
+        server = await at.start("http-server", 0)
+        client, follower = await at.start("http-client", 1), await at.start("follower", 1)
+        for number in range(options.repeats + 1):
+            written = await server.do("write", mib=64)
+            plain.append({"seconds": (await client.do("get", url=written["url"]))["time"] - written["began"]})
+            published = await server.do("publish", mib=64, name=f"run{number}")
+            await follower.do("follow", endpoint=published["url"])
+            ours.append({"seconds": (await follower.do("has", version=1))["time"] - published["began"]})
+            say(f"ours {ours[-1]}, of which writing {published['ended'] - published['began']:.2f} s; file {plain[-1]}")
+        share = (await server.do("difference"))["share"]
+    rate = best(plain) / best(ours)
+    figure = f"{rate:.0%} ({best(ours):.2f} s, the file {best(plain):.2f} s)"
+    verdicts = [
+        Verdict("64 MiB through a web server: at least 60% of the rate of a file", figure, rate >= 0.6),
+        Verdict("a step with a learning rate of 1e-6 has at most 1% of the bytes", f"{share:.2%}", share <= 0.01),
+    ]
+    return verdicts, {"ours": ours, "file": plain, "difference": share}
+
+
 async def many(options: argparse.Namespace) -> Found:
     """How much longer than a few large tensors many small ones take, once the names of all are known."""
     found: dict[int, list[dict[str, float]]] = {count: [] for count in MANY}
@@ -249,6 +273,7 @@ TARGETS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, Found]]] =
     "large": lambda options: rate(options, 1024, 0.9),
     "tree": tree,
     "loopback": loopback,
+    "folder": folder,
     "many": many,
     "slow": slow,
 }

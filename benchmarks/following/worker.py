@@ -188,8 +188,38 @@ class HttpServer:
         state = {f"layer{n}": (0.02 * torch.randn(count)).bfloat16() for n in range(TENSORS)}
         began = time.monotonic()
         save_file(state, Path(self._folder.name) / "now.safetensors")
-        port = self._server.server_address[1]
-        return {"began": began, "ended": time.monotonic(), "url": f"http://{self._host}:{port}/now.safetensors"}
+        return {"began": began, "ended": time.monotonic(), "url": f"{self._url}/now.safetensors"}
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self._host}:{self._server.server_address[1]}"
+
+    async def publish(self, mib: int, name: str) -> dict[str, Any]:
+        """The same weights as a version in a folder of that name."""
+        count = (mib << 20) // 2 // TENSORS
+        state = {f"layer{n}": (0.02 * torch.randn(count)).bfloat16() for n in range(TENSORS)}
+        began = time.monotonic()
+        publisher = WeightPublisher(to=f"{self._folder.name}/{name}")
+        await publisher.publish(state, 1)
+        await asyncio.to_thread(publisher.close)  # until it is written
+        return {"began": began, "ended": time.monotonic(), "url": f"{self._url}/{name}"}
+
+    async def difference(self, steps: int = 40) -> dict[str, Any]:
+        """The share of bfloat16 bytes that a step of AdamW has, whose gradients are noise, as most are in RL."""
+        weights = torch.nn.Parameter(0.02 * torch.randn(1 << 21))
+        optimizer, place = torch.optim.AdamW([weights], lr=LEARNING_RATE), f"{self._folder.name}/steps"
+        publisher = WeightPublisher(to=place, dtype=torch.bfloat16)
+        for step in range(steps):
+            weights.grad = torch.randn_like(weights)
+            optimizer.step()
+            if step >= steps - 2:
+                await publisher.publish({"w": weights.detach()}, step)
+                await asyncio.to_thread(publisher.close)
+        return {"share": sum(_sizes(place, "difference")) / (2 * weights.numel())}
+
+
+def _sizes(place: str, kind: str) -> list[int]:
+    return [each.stat().st_size for each in Path(place).glob(f"*.{kind}.*")]
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -127,7 +127,9 @@ def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
     assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
     assert (tmp_path / "model").exists()
-    diloco.main(["--steps=5", "--sync-every=4", "--fragments=2", "--delay=1", "--alpha=0.5", "--compression=float16"])
+    published, arguments = tmp_path / "run", ["--fragments=2", "--delay=1", "--alpha=0.5", "--compression=float16"]
+    diloco.main(["--steps=5", "--sync-every=4", *arguments, f"--publish-to={published}"])
+    assert '"version":2,' in (published / "index.json").read_text()
     printed = capsys.readouterr().out
     assert "step 5: " in printed
     assert "2 outer steps so far" in printed
