@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_rounds_by_the_clock_with_a_newcomer_and_a_peer_that_is_killed() -> None
 
 
 def test_a_momentum_alone_is_a_first_moment_and_squares_alone_are_second_moments(start: Start) -> None:
-    kinds = {
+    kinds: dict[int, Callable[..., torch.optim.Optimizer]] = {
         1: partial(torch.optim.SGD, lr=0.01, momentum=0.9),
         2: partial(torch.optim.RMSprop, lr=0.01),
     }
