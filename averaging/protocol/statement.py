@@ -43,6 +43,7 @@ class Statement:
     quorum: tuple[Count, Annotated[float, Meta(ge=0, le=MAX_STATED_GRACE)], bool] | None = None
     lacking: bytes = b""  # of its tensors those without a gradient, one bit each
     base: str = ""  # digest of what an adapter changes
+    rounds: Count | None = None  # earlier rounds of the parameters; None if the statistics do not depend on it
 
     def pack(self) -> dict[str, Any]:
         """The `gather` that states it, without what is as usual."""

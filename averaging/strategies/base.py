@@ -386,6 +386,13 @@ class Strategy(ABC):
         """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none."""
         return
 
+    def state_to_come(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """Zeros in the place of tensors of `state` and of `own_state` that are not made yet, by name.
+
+        A new averager needs them to load the checkpoint of a site, see `DistributedCheckpoint`.
+        """
+        return {}, {}
+
     def finish(self, training: StrategyContext) -> None:
         """Called before the peer leaves and before `average_now`: ends the round in progress, if there is one."""
         return

@@ -604,6 +604,11 @@ class DiLoCo(LockstepStrategy):
             return {}
         return {name: tensor for feedback in self._fragments.feedbacks for name, tensor in feedback.state().items()}
 
+    def state_to_come(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        anchors = self._anchors if self._owns and self.top_k is not None else {}
+        residuals = {name: torch.zeros_like(anchor, dtype=torch.float32) for name, anchor in anchors.items()}
+        return self._fragments.outer_state_to_come(), residuals
+
     def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Loads residuals, which belong to the anchors of the same checkpoint."""
         anchors = self._anchors

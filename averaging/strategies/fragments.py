@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -219,6 +220,19 @@ class Fragments(list[Fragment]):
             tensors |= of_outer
             outer.append(packed)
         return tensors, outer
+
+    def outer_state_to_come(self) -> dict[str, torch.Tensor]:
+        """Zeros for the tensors that the outer optimizers make in their first steps."""
+        tensors: dict[str, torch.Tensor] = {}
+        for fragment in self:
+            if not fragment.outer.state:
+                probe = copy.deepcopy(fragment.outer)
+                for parameter in (parameter for group in probe.param_groups for parameter in group["params"]):
+                    parameter.grad = torch.zeros_like(parameter)
+                probe.step()
+                made, _ = pack_optimizer(probe, fragment.progress, f"outer{fragment.number}")
+                tensors |= {name: torch.zeros_like(tensor) for name, tensor in made.items()}
+        return tensors
 
     def parameter_of(self, name: str) -> str | None:
         """The parameter of an anchor, or of a tensor in the state of an outer optimizer."""

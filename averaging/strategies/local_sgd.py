@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 
 from averaging.errors import ConfigError
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
+from averaging.protocol import Statement
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy, StrategyOptions, average_at_the_end, common_options, now_of
@@ -25,6 +27,9 @@ from averaging.training import (
 )
 
 logger = logging.getLogger("averaging.training")
+
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
+"""What torch's optimizers call their statistics of squared gradients; all other statistics count as first moments."""
 
 # Averaging while training goes on: copies are averaged, and their change is added when the round ends.
 
@@ -114,6 +119,9 @@ class LocalSGD(Strategy):
         statistics: whether the optimizer's statistics (momentum, second moments) are averaged as well. All peers of a
             group must have the same ones; a parameter that had no gradient yet has none. They are never compressed,
             since the optimizer would divide by the rounding error of a small second moment.
+        statistics_every: with `statistics`, rounds of the parameters between two averages of the first moments, and of
+            the second moments, such as (3, 6), or one number for both (DES-LOC, Iacob et al., 2025, arXiv:2505.22549);
+            the same at all peers. By default each round has both. Second moments are those that `SECOND_MOMENTS` names.
         overlap: whether training goes on during the round. The training thread only copies the tensors. When the round
             ends, the change (average minus what was sent) is added to the parameters. For second moments and running
             variances the change is reduced by as much as they have decayed since.
@@ -135,10 +143,13 @@ class LocalSGD(Strategy):
         sync_every: int | str,
         *,
         statistics: bool = False,
+        statistics_every: int | tuple[int, int] | None = None,
         overlap: bool = False,
         **options: Unpack[StrategyOptions],
     ) -> None:
         super().__init__(**options)
+        self.statistics_every = _statistics_every(statistics_every, statistics=statistics, overlap=overlap)
+        self._rounds = 0  # of the parameters, as the members of the last one agree; with `statistics_every`
         self._schedule: Schedule = make_schedule(sync_every)
         self.sync_text = str(self._schedule)
         self.sync_every = sync_every
@@ -162,7 +173,7 @@ class LocalSGD(Strategy):
         has missed a step takes over the state of another. Buffers are averaged as values; the statistics of the
         optimizer are not. It raises ConfigError if an option is invalid.
         """
-        for option in ("outer", "overlap", "statistics"):
+        for option in ("outer", "overlap", "statistics", "statistics_every"):
             if options.pop(option, None):
                 text = "use DiLoCo with another outer optimizer or a delay, or leave it out"
                 raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {text}")
@@ -170,7 +181,13 @@ class LocalSGD(Strategy):
 
     def __repr__(self) -> str:
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
+        flags += f", statistics_every={self.statistics_every}" if self.statistics_every else ""
         return f"LocalSGD(sync_every={self.sync_every!r}{flags}{common_options(self)})"
+
+    def terms(self, training: StrategyContext) -> Mapping[str, str]:
+        first, second = self.statistics_every or (1, 1)
+        seldom = {"statistics_every": f"{first} and {second}"} if self.statistics else {}
+        return {**super().terms(training), **seldom}
 
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
@@ -204,6 +221,8 @@ class LocalSGD(Strategy):
         options: RoundOptions = {"expected_peers": due.at_moment(still_training)}
         if self._alike is not None:
             options["drift"] = self._alike
+        if self.statistics_every:
+            options["gather"] = Statement(unit=training.weights.unit, rounds=self._rounds).pack()
         if due.moment:
             self._tell(training, due.moment)
             if due.nobody:
@@ -213,7 +232,29 @@ class LocalSGD(Strategy):
             self._replaced = False
             self._pending = training.begin(topic, after=due.after, **options)
         else:
-            self._end_round(training, training.average(topic, after=due.after, **options))
+            receipt = training.average(topic, after=due.after, **options)
+            self._end_round(training, receipt)
+            if self.statistics_every and receipt.averaged:
+                self._average_statistics(training, receipt, self.statistics_every)
+
+    def _average_statistics(self, training: StrategyContext, receipt: Receipt, every: tuple[int, int]) -> None:
+        """Averages the statistics that are due with the members of a round, in rounds of their own.
+
+        Its members know alike how many rounds each has counted, so they agree on what is due: a newcomer, or a peer
+        that has missed rounds, counts on from the largest number.
+        """
+        counts = {name: Statement.read(sent).rounds for name, sent in receipt.gathered.items()}
+        self._rounds = 1 + max((count for count in counts.values() if count is not None), default=self._rounds)
+        lost = {member.endpoint for member in receipt.dropped}
+        members = {name for name, count in counts.items() if count is not None and name not in lost}
+        iterates = training.iterates()
+        statistics = [(name, tensor) for name, tensor in training.statistics().items() if name not in iterates]
+        for second, rounds in enumerate(every):
+            tensors = {name: tensor for name, tensor in statistics if _is_second(name) == bool(second)}
+            if self._rounds % rounds == 0 and tensors and len(members) > 1:
+                topic = training.topic(f"statistics-{second + 1}", tensors, compression="none", commits=True)
+                expected = partial(_of_members, members)
+                training.average(topic, phase=receipt.group_id.hex()[:16], expected_peers=expected)
 
     def _due_topic(self, training: StrategyContext) -> tuple[Topic | None, Due | None]:
         """What is averaged now, if a round is due; applies the result of the round before."""
@@ -233,11 +274,12 @@ class LocalSGD(Strategy):
         return topic, due
 
     def state(self) -> ExtraState:
-        return ExtraState({}, {"since": self._schedule.steps})
+        return ExtraState({}, {"since": self._schedule.steps, "rounds": self._rounds})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
-        """Loads the step count; a pending change belongs to other parameters and is not added."""
-        self._schedule.steps = count_in(user, "since")
+        """Loads the counts; a pending change belongs to other parameters and is not added."""
+        since, self._rounds = count_in(user, "since"), count_in(user, "rounds")
+        self._schedule.steps = since
         self._replaced, self._averaged_in = True, ""
 
     def _look(self, training: StrategyContext, topic: Topic) -> tuple[Others | None, Due | None]:
@@ -261,10 +303,15 @@ class LocalSGD(Strategy):
         return average_at_the_end(training, topic, timeout)
 
     def _averages_state(self, training: StrategyContext) -> bool:
-        return self.statistics or training.modes.exist
+        return self._with_parameters or training.modes.exist
+
+    @property
+    def _with_parameters(self) -> bool:
+        """Whether each round of the parameters has the statistics as well."""
+        return self.statistics and self.statistics_every is None
 
     def _tensors(self, training: StrategyContext) -> dict[str, torch.Tensor]:
-        return training.tensors | (training.statistics() if self.statistics else training.iterates())
+        return training.tensors | (training.statistics() if self._with_parameters else training.iterates())
 
     def _make_topic(self, training: StrategyContext) -> Topic:
         tensors = self._tensors(training)
@@ -318,6 +365,35 @@ class LocalSGD(Strategy):
             _write(training, self._delayed.averages(training.parameters))
         with training.locked():
             _write(training, present)
+
+
+def _statistics_every(
+    every: int | tuple[int, int] | None, *, statistics: bool, overlap: bool
+) -> tuple[int, int] | None:
+    """The checked option; None if each round has all statistics."""
+    if every is None:
+        return None
+    match (every, every) if isinstance(every, int) else every:
+        case [int(first), int(second)] if min(first, second) >= 1 and bool not in (type(first), type(second)):
+            pair = first, second
+        case _:
+            raise ConfigError(
+                "statistics_every must be two whole numbers of rounds, at least 1, such as (3, 6) for the first and "
+                f"the second moments, or one for both, not {every!r:.100}"
+            )
+    if not statistics:
+        raise ConfigError("statistics_every needs statistics=True; set it, or leave statistics_every out")
+    if overlap and pair != (1, 1):
+        raise ConfigError("statistics_every does not go with overlap; leave one of them out")
+    return None if pair == (1, 1) else pair
+
+
+def _is_second(name: str) -> bool:
+    return name.partition("/")[0] in SECOND_MOMENTS
+
+
+def _of_members(members: Set[str], seen: Mapping[str, bytes]) -> Collection[str]:
+    return still_training(seen) & members
 
 
 @torch.no_grad()

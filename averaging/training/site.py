@@ -139,6 +139,7 @@ class Site:
     shard, shards = 0, 1
     leads = owns = True
     layout = ""
+    group: Any = None  # the process group of its ranks; None is the default one
 
     def broadcast_from_leader(self, question: Callable[[], T]) -> T:
         """Runs `question` at the leader and returns its result at every rank; raises its exception there, if it does.
@@ -206,7 +207,7 @@ class ProcessGroupSite(Site):
     """A site whose ranks are those of a process group. Every method is collective."""
 
     def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], relay: LeaderStatusRelay) -> None:
-        ranks = ranks_of(group)
+        ranks, self.group = ranks_of(group), group
         layout = layout_of(parameters, len(ranks))
         self._group = ControlGroup(ranks)
         self.rank, self.size = self._group.rank, self._group.size

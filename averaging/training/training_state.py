@@ -120,6 +120,7 @@ class StrategyState(Protocol):
     def announced_history(self, training: StrategyContext) -> History: ...
     def state(self) -> ExtraState: ...
     def parameter_of(self, name: str) -> str | None: ...
+    def state_to_come(self) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]: ...
     def check(self, user: Mapping[str, Any]) -> None: ...
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None: ...
     def own_state(self) -> Mapping[str, torch.Tensor]: ...
@@ -233,6 +234,12 @@ class TrainingState:
             },
         }
 
+    def tensors_to_come(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """See `Strategy.state_to_come`; divided as the tensors of `saved`."""
+        state, own = self._strategy.state_to_come()
+        divided = {name: self._divided(tensor, self._strategy.parameter_of(name)) for name, tensor in state.items()}
+        return divided, {name: self._divided(tensor, name) for name, tensor in own.items()}
+
     def load(self, inner: dict[str, Any], saved: object) -> None:
         """Loads the inner optimizer's state dict and a `saved` state, which becomes the state that newcomers get.
 
@@ -280,7 +287,9 @@ class TrainingState:
     def _divided(self, tensor: torch.Tensor, parameter: str | None) -> torch.Tensor:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""
         copied = tensor.detach().clone()
-        return copied if parameter is None else as_divided(copied, self._training.trained[parameter])
+        if parameter is None or copied.shape != self._training.parameters[parameter].shape:
+            return copied
+        return as_divided(copied, self._training.trained[parameter])
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Checks that the other peer averages as many tensors. Their shapes and names were compared before."""

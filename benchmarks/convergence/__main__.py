@@ -28,57 +28,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.convergence.cases import CASES, PEERS, STARTS, SYSTEMS, Case, Cell, all_cells, page_cells
-from benchmarks.convergence.plain import train_joined, train_replicas
 from benchmarks.convergence.train import Recipe, start_model, use_text
-from benchmarks.runner import Verdict, machine, make_folder, make_parser, markdown, write
+from benchmarks.convergence.worker import TEXT_FILE, tell, train
+from benchmarks.runner import Verdict, make_folder, make_parser, markdown, write
 from benchmarks.workers import say, without_interrupts
 from examples.children import ending_children
 
 FILE = "convergence.json"
-TEXT_FILE = "text.zip"
-"""Name of the text beside the results, which is taken along to other machines as the trained starts are."""
-
 LIMITS = (("int8", 120, 0.025), ("top_k", 1000, 0.03), ("top_k", 2000, 0.045), ("top_k", 4000, 0.07))
 """Codec, how many times fewer bits than float32 gradients at every step, and the most loss above the joined batch."""
 
 UNEQUAL = 0.02
 """Relative excess of the loss of unequal machines that is allowed."""
-
-
-def train(recipe: Recipe, cell: Cell, folder: Path) -> dict[str, Any]:
-    """Trains one cell; runs in a process of its own. The folder has the text and the trained starts."""
-    torch.set_num_threads(1)
-    use_text(folder / TEXT_FILE)
-    case, steps = CASES[cell.case], recipe.steps_from(cell.start)
-    told = partial(tell, cell)
-    model = start_model(recipe, cell.start, cell.seed, folder, told)
-    begun = time.perf_counter()
-    arguments = (recipe, case, model, steps, cell.peers, cell.seed, told)
-    if cell.by == "library":
-        from benchmarks.convergence.library import train_with_library  # plain torch needs no gRPC
-
-        trained = train_with_library(*arguments)
-    else:
-        trained = train_replicas(*arguments) if case.every else train_joined(*arguments)
-    seconds = round(time.perf_counter() - begun, 1)
-    return {
-        "lr": case.lr,
-        "steps": steps,
-        **asdict(trained),
-        "seconds": seconds,
-        "torch": torch.__version__,
-    } | machine()
-
-
-def tell(cell: Cell, what: str) -> None:
-    say(f"{cell}: {what}")
 
 
 class Results:

@@ -45,6 +45,8 @@ class Case:
         last_speed: local steps of the last peer in one step of the others.
         quorum: whether a round waits for the fast peers only, and the last one comes after as many steps as they make;
             else it comes to each round with the steps that it has.
+        moments: rounds between two averages of AdamW's first moments, and of its second moments; None if they are never
+            averaged.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Case:
     muon: float | None = None
     last_speed: float = 1.0
     quorum: bool = False
+    moments: tuple[int, int] | None = None
 
     @property
     def systems(self) -> tuple[str, ...]:
@@ -82,10 +85,10 @@ class Case:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a peer's contribution to one round for each weight, without tables and scales."""
+        """Bits of a peer's contribution to one round for each weight, on average, without tables and scales."""
         if self.codec == "top_k":
             return (INDEX_BITS + self.bits) / self.keeps
-        return float(self.bits)
+        return self.bits * (1.0 + sum(1 / rounds for rounds in self.moments or ()))
 
     @property
     def ratio(self) -> float:
@@ -120,6 +123,14 @@ def top_k(every: int, keeps: int, bits: int, decay: bool = True) -> Case:
     )
 
 
+def local_adam(every: int, moments: tuple[int, int] = (1, 1)) -> Case:
+    """Local Adam, which averages parameters and moments; DES-LOC if the moments are averaged in some rounds only."""
+    seldom = moments != (1, 1)
+    title = f"Local Adam, H={every}" + (f", moments every {moments[0]} and {moments[1]} rounds" if seldom else "")
+    name = f"des-loc-h{every}" if seldom else f"local-adam-h{every}"
+    return Case(name, title, every=every, outer=(1.0, 0.0), moments=moments)
+
+
 def with_muon(case: Case) -> Case:
     return replace(case, name=f"muon-{case.name}", title=f"Muon inside, {case.title}", lr=MUON_LR, muon=MUON_FACTOR)
 
@@ -134,6 +145,8 @@ def of_each(every: int) -> list[Case]:
     return [
         diloco(every),
         diloco(every, "int8"),
+        local_adam(every),
+        local_adam(every, (3, 6)),
         *(top_k(every, keeps, bits, decay) for keeps, bits, decay in sparse),
         replace(streaming, name=f"streaming-h{every}", title=f"Streaming DiLoCo, H={every}, 5 fragments"),
         replace(with_muon(diloco(every)), name=f"muon-h{every}"),
@@ -189,13 +202,13 @@ SYSTEMS = ("plain", "library")
 
 MAIN = (
     "diloco-h{}", "int8-h{}", "top-k-32-2bit-h{}", "top-k-64-2bit-h{}", "streaming-h{}", "muon-h{}", "unequal-h{}",
-    "top-k-128-2bit-h{}", "top-k-32-8bit-h{}", "top-k-32-2bit-h{}-no-decay",
+    "top-k-128-2bit-h{}", "top-k-32-8bit-h{}", "top-k-32-2bit-h{}-no-decay", "local-adam-h{}", "des-loc-h{}",
 )  # fmt: skip
 """Cases of the page for each number of local steps; the first 7 of them also for 8 peers and a random start."""
 
 IN_LIBRARY = (
     "top-k-32-2bit-h15", "int8-h30", "quorum-h30", "muon-h30", "streaming-h30", "top-k-64-2bit-h30", "diloco-h30",
-    "unequal-h30", "quorum-h100",
+    "unequal-h30", "quorum-h100", "local-adam-h30", "des-loc-h30",
 )  # fmt: skip
 """Cases of the page that the library trains, too."""
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from averaging import DecentralizedAverager, DiLoCo, Receipt, Strategy
+from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
 from benchmarks.convergence.cases import Case, steps_in
 from benchmarks.convergence.train import Curve, Recipe, Say, Trained, adamw, batches
 from examples.language_model import LanguageModel
@@ -39,6 +39,8 @@ def train_with_library(
 
 def strategy_of(case: Case, peers: int, speed: float) -> Strategy:
     """The library's strategy for a case, at a peer of this speed."""
+    if case.moments is not None:
+        return LocalSGD(case.every, statistics=True, statistics_every=case.moments)
     options: dict[str, Any] = {"fragments": case.fragments, "delay": case.delay, "alpha": case.alpha}
     if case.quorum:
         options["quorum"] = peers - 1
@@ -165,8 +167,9 @@ class Run:
         if not all(torch.equal(first, other) for other in others):
             raise RuntimeError("the peers do not hold the same model in the end")
         trained = self._curve.end(self._models)
-        trained.rounds, trained.incomplete = len(receipts), len(incomplete)
-        trained.orders = [[self._parts[name] for name in receipt.members] for receipt in receipts]
+        rounds = [receipt for receipt in receipts if not receipt.topic.startswith("statistics")]
+        trained.rounds, trained.incomplete = len(rounds), len(incomplete)
+        trained.orders = [[self._parts[name] for name in receipt.members] for receipt in rounds]
         trained.samples = self._samples
         trained.sent = statistics.mean(sum(receipt.bytes_sent for receipt in peer) for peer in self._receipts)
         return trained

@@ -5,6 +5,7 @@ members compute: contributions as their receivers decode them, their mean, and t
 the codecs are the library's, whose own references are in its tests.
 """
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
@@ -62,19 +63,31 @@ def train_replicas(
     parts = [batches(recipe, peers, part, seed) for part in range(peers)]
     speeds, ticks = case.speeds(peers), case.ticks(steps, peers)
     for tick in range(ticks):
-        factor = recipe.lr_factor(tick, ticks)
+        factor, rounds = recipe.lr_factor(tick, ticks), outer.rounds
         for peer, speed in enumerate(speeds):
             if steps_in(tick, speed):
                 train_step(recipe, replicas[peer], inners[peer], next(parts[peer]), factor)
                 outer.steps[peer] += 1
                 curve.trained.samples += recipe.batch
         outer.after(tick + 1, last=tick + 1 == ticks)
+        if case.moments is not None and outer.rounds > rounds:
+            average_moments(inners, [outer.rounds % each == 0 for each in case.moments])
         curve.note(replicas, tick * steps / ticks, (tick + 1) * steps / ticks)
         if (tick + 1) % 100 == 0:
             say(f"step {tick + 1} of {ticks}")
     trained = curve.end(replicas)
     trained.rounds = outer.rounds
     return trained
+
+
+@torch.no_grad()
+def average_moments(inners: Sequence[Inner], due: Sequence[bool]) -> None:
+    """Gives all peers the mean of their first moments, and of their second moments, as far as they are due."""
+    for kind in itertools.compress(("exp_avg", "exp_avg_sq"), due):
+        for moments in zip(*(inner.statistics(kind) for inner in inners), strict=True):
+            mean = torch.stack(moments).mean(0)
+            for moment in moments:
+                moment.copy_(mean)
 
 
 class Outer:

@@ -162,6 +162,10 @@ class Inner:
         """All parameters in the order in which the library averages them: that of an optimizer's groups."""
         return [one for optimizer, _ in self._pairs for group in optimizer.param_groups for one in group["params"]]
 
+    def statistics(self, kind: str) -> list[torch.Tensor]:
+        """The optimizers' statistics of that name, such as `exp_avg`, for each parameter."""
+        return [state[kind] for optimizer, _ in self._pairs for state in optimizer.state.values()]
+
     def zero_grad(self) -> None:
         for optimizer, _ in self._pairs:
             optimizer.zero_grad()

@@ -80,7 +80,7 @@ def check_nothing_is_lost(told: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["diloco", "local", "gradients", "streaming", "clipped", "statistics"])
+@pytest.mark.parametrize("strategy", ["diloco", "local", "gradients", "streaming", "clipped", "statistics", "seldom"])
 @pytest.mark.parametrize("inside", ["ddp", "fsdp"])
 def test_two_sites_equal_two_processes(stack: ExitStack, strategy: str, inside: str) -> None:
     check_equals_single_processes(stack, strategy, inside, ranks=2)

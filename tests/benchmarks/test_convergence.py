@@ -9,7 +9,7 @@ import torch
 
 import benchmarks.convergence.__main__ as convergence
 from benchmarks.convergence import plain
-from benchmarks.convergence.cases import CASES, Case, Cell, diloco, top_k
+from benchmarks.convergence.cases import CASES, Case, Cell, diloco, local_adam, top_k
 from benchmarks.convergence.library import train_with_library
 from benchmarks.convergence.train import Recipe, new_model
 from examples.language_model import Size
@@ -28,8 +28,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("case", "apart"),
-    [(diloco(4, "int8"), 1e-5), (top_k(4, 16, 2), 0.0), (replace(CASES["muon-top-k-32-2bit-h15"], every=4), 0.0)],
-    ids=["int8", "top-k", "Muon, top-k"],
+    [
+        (diloco(4, "int8"), 1e-5),
+        (top_k(4, 16, 2), 0.0),
+        (replace(CASES["muon-top-k-32-2bit-h15"], every=4), 0.0),
+        (local_adam(4, (2, 1)), 1e-5),
+    ],
+    ids=["int8", "top-k", "Muon, top-k", "Local Adam"],
 )
 def test_the_library_and_the_reference_end_alike_if_the_members_have_the_same_order(case: Case, apart: float) -> None:
     """With top-k to the last bit; dense values are summed in the order in which they arrive."""

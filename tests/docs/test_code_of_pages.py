@@ -2,6 +2,7 @@
 
 import asyncio
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -89,3 +90,32 @@ def test_the_code_about_tests_runs_and_gives_what_the_page_says() -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert [tensor.tolist() for tensor in names["tensors"]] == [[3.0] * 4, [3.0] * 4, [1.0] * 4]
+
+
+def test_two_peers_average_their_moments_in_the_rounds_that_the_page_says() -> None:
+    (code,) = (code for code in code_of("optimizers.md") if "statistics_every" in code)
+    code = code.replace("=50", "=1").replace("strategy=", "group_size=2, on_round=topics[number].append, strategy=")
+    topics: list[list[Receipt]] = [[], []]
+    opts: list[DecentralizedAverager] = []
+    for number in range(2):
+        names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(2, 1), "topics": topics, "number": number}
+        names |= {
+            "DecentralizedAverager": DecentralizedAverager,
+            "LocalSGD": LocalSGD,
+            "join": [opt.endpoint for opt in opts],
+        }
+        exec(code, names)
+        opts.append(names["opt"])
+    with opts[0], opts[1], ThreadPoolExecutor() as threads:
+        assert all(opt.wait_for_peers(2, 60.0) for opt in opts)
+
+        def train(opt: DecentralizedAverager) -> None:
+            for _ in range(6):
+                for parameter in opt.param_groups[0]["params"]:
+                    parameter.grad = torch.randn_like(parameter)
+                opt.step()
+
+        list(threads.map(train, opts))
+    for receipts in topics:
+        made = ["".join(receipt.topic.partition("/")[0].split("statistics-")) for receipt in receipts]
+        assert made == ["", "", "", "1", "", "", "", "1", "2"]

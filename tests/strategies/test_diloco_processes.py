@@ -328,7 +328,7 @@ def test_local_sgd_of_changes_is_diloco_with_the_plainest_outer_optimizer(start:
     start().add(strategy, SGD)
     (group,) = strategy._fragments[0].outer.param_groups
     assert (group["lr"], group["momentum"]) == (1.0, 0.0)
-    for option in ("outer", "overlap", "statistics"):
+    for option in ("outer", "overlap", "statistics", "statistics_every"):
         with pytest.raises(ConfigError, match=f"{option} does not go with LocalSGD.of_changes; "):
             LocalSGD.of_changes(10, **{option: True})
 

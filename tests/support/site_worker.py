@@ -66,6 +66,7 @@ def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
         "top_k": lambda: DiLoCo(2, compression="top_k", density=1 / 8, decay=1.0),
         "local": lambda: LocalSGD(2),
         "statistics": lambda: LocalSGD(2, statistics=True),
+        "seldom": lambda: LocalSGD(2, statistics=True, statistics_every=(2, 3)),
         "overlap": lambda: LocalSGD(2, overlap=True),
         "gradients": lambda: PatientGradients(ranks * sites * SAMPLES),
     }
