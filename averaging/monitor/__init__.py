@@ -1,7 +1,7 @@
 """A run as its peers describe it, for `averaging top` and for pages.
 
-Read in this order: `snapshot` (a run at one moment, and the same as JSON), `history` (rates from successive answers of
-a peer), `collector` (asks the peers), `table` (a snapshot as text), `screen` (the same in a terminal, with Textual).
+Read in this order: `snapshot` (a run at one moment, and the same as JSON), `collector` (asks the peers,
+and keeps rates of successive answers), `table` (a snapshot as text), `screen` (the same in a terminal, with Textual).
 """
 
 from averaging.monitor.collector import Collector as Collector

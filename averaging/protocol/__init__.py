@@ -1,21 +1,30 @@
 """What travels between peers, and what the members of a group must agree on, without bytes or sockets.
 
-Read in this order: `messages` (one dataclass for each message), `group` (its rule and who is in it),
-`statement` (what a member says of itself).
+Read in this order: `messages` (one dataclass for each message), `group` (its rule, who is in it, and
+what a member says of itself).
 """
 
 from averaging.protocol.group import (
+    ENTRY_BYTES as ENTRY_BYTES,
     GROUP_ID_BYTES as GROUP_ID_BYTES,
     MAX_GROUP_SIZE as MAX_GROUP_SIZE,
+    MAX_NAMES as MAX_NAMES,
+    MAX_SAMPLES as MAX_SAMPLES,
+    MAX_STATED_GRACE as MAX_STATED_GRACE,
+    MAX_TEXT as MAX_TEXT,
     MEAN as MEAN,
     NONCE_BYTES as NONCE_BYTES,
     Aggregation as Aggregation,
     AggregationKind as AggregationKind,
+    Fingerprint as Fingerprint,
     Group as Group,
     Member as Member,
     Mode as Mode,
     ReplyForm as ReplyForm,
+    Statement as Statement,
+    attach as attach,
     data_key as data_key,
+    detach as detach,
     donors_key as donors_key,
     group_key as group_key,
     id_says as id_says,
@@ -24,6 +33,7 @@ from averaging.protocol.group import (
     pack_gather as pack_gather,
     parse_aggregation as parse_aggregation,
     progress_key as progress_key,
+    runs as runs,
     unpack_gather as unpack_gather,
 )
 from averaging.protocol.messages import (
@@ -48,16 +58,4 @@ from averaging.protocol.messages import (
     TopK as TopK,
     WireTensor as WireTensor,
     parse_compression as parse_compression,
-)
-from averaging.protocol.statement import (
-    ENTRY_BYTES as ENTRY_BYTES,
-    MAX_NAMES as MAX_NAMES,
-    MAX_SAMPLES as MAX_SAMPLES,
-    MAX_STATED_GRACE as MAX_STATED_GRACE,
-    MAX_TEXT as MAX_TEXT,
-    Fingerprint as Fingerprint,
-    Statement as Statement,
-    attach as attach,
-    detach as detach,
-    runs as runs,
 )

@@ -16,8 +16,7 @@ import msgspec
 
 from averaging.common import plain
 from averaging.errors import CallRefusedError
-from averaging.receipts.receipt import Receipt
-from averaging.receipts.totals import Totals
+from averaging.receipts.receipt import Receipt, Totals
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Protocol, runtime_checkable
 from averaging.common import counted, is_number, listed, unpack
 from averaging.errors import printable
 from averaging.receipts.progress import TrainingProgress
-from averaging.receipts.receipt import Receipt
-from averaging.receipts.totals import Totals
+from averaging.receipts.receipt import Receipt, Totals
 from averaging.timing import Learned
 
 

@@ -1,7 +1,7 @@
 """The state that newcomers download, verified and resumable.
 
-Read in this order: `manifest` (what a state consists of), `snapshots` (the donor's copy), `assembler`
-(pieces in, state out), `downloads` (who has one, how long each may take, and the whole download).
+Read in this order: `manifest` (what a state consists of, and the donor's copy), `assembler` (pieces in, state out),
+`downloads` (who has one, how long each may take, and the whole download).
 """
 
 from averaging.state.assembler import (
@@ -10,5 +10,10 @@ from averaging.state.assembler import (
     largest_state as largest_state,
 )
 from averaging.state.downloads import Donors as Donors, download as download, of_all_members as of_all_members
-from averaging.state.manifest import State as State, pack as pack
-from averaging.state.snapshots import NO_EXTRA_STATE as NO_EXTRA_STATE, ExtraState as ExtraState, Snapshots as Snapshots
+from averaging.state.manifest import (
+    NO_EXTRA_STATE as NO_EXTRA_STATE,
+    ExtraState as ExtraState,
+    Snapshots as Snapshots,
+    State as State,
+    pack as pack,
+)

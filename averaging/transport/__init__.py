@@ -1,8 +1,8 @@
 """Calls between peers.
 
-Read in this order: `base` (the contract), `rpc_methods` (what describes a gRPC method), `streams` (what both lanes of a
-stream share), `grpc/` (the implementation), `direct/` (the same with a second lane for parts). `averaging.testing`
-has a network in memory.
+Read in this order: `base` (the contract, and what both lanes of a stream share), `rpc_methods` (what describes a gRPC
+method), `grpc/` (the implementation), `direct/` (the same with a second lane for parts). `averaging.testing` has a
+network in memory.
 """
 
 from averaging.transport.base import (
@@ -16,7 +16,10 @@ from averaging.transport.base import (
     StoredValue as StoredValue,
     StoredValues as StoredValues,
     Transport as Transport,
+    Upload as Upload,
+    close as close,
     is_alive as is_alive,
+    linger as linger,
 )
 from averaging.transport.rpc_methods import (
     CALLER as CALLER,
@@ -30,4 +33,3 @@ from averaging.transport.rpc_methods import (
     parse as parse,
     rpc_caller as rpc_caller,
 )
-from averaging.transport.streams import Upload as Upload, close as close, linger as linger

@@ -144,7 +144,7 @@ def tls_files(folder: Path) -> dict[str, Path]:
 
 def write_certificates(folder: Path) -> None:
     """Makes an authority, and a certificate for all peers of this machine."""
-    from averaging.security.ca import issue, make_authority
+    from averaging.security.credentials import issue, make_authority
 
     now = datetime.datetime.now(datetime.UTC)
     authority = make_authority("benchmark", now, 1)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from averaging import Peer, Receipt
-from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.discovery.gossip.record import UnsignedIdentity
 from averaging.peer import PeerContext
 from averaging.protocol.messages import Record

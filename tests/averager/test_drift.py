@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from msgspec import msgpack
 
 from averaging.common.safe_msgpack import unpack
-from averaging.protocol.statement import KEY, MAX_ENTRIES, Fingerprint, attach, detach
+from averaging.protocol.group import KEY, MAX_ENTRIES, Fingerprint, attach, detach
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind
 from averaging.training.fingerprints import SAMPLE_BYTES, DriftMonitor, fingerprint_of, tolerance_of
 from averaging.training.optimizer_state import GroupProgress

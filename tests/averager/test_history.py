@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from msgspec import msgpack
 
 from averaging.errors import StateError
-from averaging.protocol.statement import Statement
+from averaging.protocol.group import Statement
 from averaging.strategies.catch_up import check_history
 from averaging.training.history import (
     History,

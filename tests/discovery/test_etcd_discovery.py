@@ -13,7 +13,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
-from averaging.discovery.etcd.layout import RecordLayout
+from averaging.discovery.etcd.records import RecordLayout
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits, UnsignedIdentity
 from averaging.errors import JoinError

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.access import GossipSettings
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.discovery.gossip.record import Author, Ed25519Identity, Reason, RecordLimits
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, ExchangeReply, Record, Rumour

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.access import GossipSettings
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Digest, Record
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until

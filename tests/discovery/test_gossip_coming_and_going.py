@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.errors import CallRefusedError, ClosedError, JoinError
 from averaging.protocol.messages import Digest, ExchangeReply
 from averaging.testing import virtual_time

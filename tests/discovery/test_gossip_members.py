@@ -8,8 +8,15 @@ from typing import cast
 
 from hypothesis import given, strategies as st
 
-from averaging.discovery.gossip.access import GossipAccess, GossipSettings
-from averaging.discovery.gossip.membership import RING, BroadcastBranch, BroadcastRing, Membership, all_others
+from averaging.discovery.gossip.membership import (
+    RING,
+    BroadcastBranch,
+    BroadcastRing,
+    GossipAccess,
+    GossipSettings,
+    Membership,
+    all_others,
+)
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.protocol.messages import Record, Refusal, Rumour
 from averaging.testing import virtual_time

@@ -22,6 +22,7 @@ from averaging.discovery.gossip.record_table import RecordTable
 from averaging.matchmaking import rules
 from averaging.peer import rounds
 from averaging.protocol.group import (
+    MAX_STATED_GRACE,
     MEAN,
     Aggregation,
     AggregationKind,
@@ -33,7 +34,6 @@ from averaging.protocol.group import (
     parse_aggregation,
 )
 from averaging.protocol.messages import CompressionType, Record, TopK
-from averaging.protocol.statement import MAX_STATED_GRACE
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec

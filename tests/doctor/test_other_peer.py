@@ -21,8 +21,8 @@ from averaging.errors import PeerUnreachableError
 from averaging.peer import PeerContext
 from averaging.probe import ECHO, SOFTWARE
 from averaging.rpc import RpcChannel, RpcMethod
-from averaging.security.ca import issue, make_authority
-from averaging.seeds.sources import EtcdSeeds
+from averaging.security.credentials import issue, make_authority
+from averaging.seeds.seeds import EtcdSeeds
 from averaging.tensors import Schema, describe
 from tests.doctor.doctors import about, examined, wrong
 from tests.support.certificates import NOW, stored, token_file, write

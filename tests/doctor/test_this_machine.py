@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from averaging import PeerConfig
 from averaging.doctor import Finding, Severity, this_machine
 from averaging.doctor.this_machine import CHECKS, Machine
-from averaging.security.ca import issue, make_authority
+from averaging.security.credentials import issue, make_authority
 from tests.support.certificates import NOW, stored, write
 from tests.support.ports import free_port
 

@@ -12,7 +12,7 @@ from averaging.common.seed_sources import parse_seed
 from averaging.errors import AveragingError
 from averaging.peer import PeerContext
 from averaging.seeds import FoundSeeds, look_up
-from averaging.seeds.sources import LEASE_SECONDS, EtcdSeeds
+from averaging.seeds.seeds import LEASE_SECONDS, EtcdSeeds
 from averaging.transport.grpc import RpcChannel
 from averaging.transport.grpc.etcd import EtcdCluster
 from tests.etcd.conftest import Etcd

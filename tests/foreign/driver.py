@@ -26,7 +26,7 @@ from averaging import Peer, Receipt
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.peer import PeerContext
-from averaging.state.snapshots import ExtraState
+from averaging.state.manifest import ExtraState
 from averaging.timing import deadlines as learned_deadlines
 from averaging.transport.base import Transport
 from tests.foreign import split

@@ -2,7 +2,7 @@
 
 import torch
 
-from averaging.state.snapshots import ExtraState, Snapshots
+from averaging.state.manifest import ExtraState, Snapshots
 from averaging.tensors import SharedTensors
 
 

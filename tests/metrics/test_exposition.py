@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
 
 from averaging.metrics import PEER_METRICS, Distribution, Metric, MetricKind, Samples
-from averaging.metrics.catalog import BUCKETS, families
+from averaging.metrics.listener import BUCKETS, families
 from tests.metrics.scraping import parsed
 from tools.reference import METRICS
 

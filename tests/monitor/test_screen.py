@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text, snapshot_json
-from averaging.monitor.history import LEAST_WINDOW, WINDOW, PeerHistory
+from averaging.monitor.collector import LEAST_WINDOW, WINDOW, PeerHistory
 from averaging.monitor.table import COLUMNS, MAX_CELL
 from averaging.receipts import Drift, DriftKind, Outcome, PeerStatus, Receipt, Totals, TrainingProgress
 from tests.support.grpc_fakes import RECEIPT, STATUS

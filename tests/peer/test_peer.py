@@ -22,8 +22,7 @@ from averaging.config import NonFinite
 from averaging.errors import ClosedError, ConfigError, JoinError, RoundError, TensorError
 from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.group import ReplyForm, donors_key, group_key
-from averaging.state.manifest import State
-from averaging.state.snapshots import Snapshots
+from averaging.state.manifest import Snapshots, State
 from averaging.tensors.shared_tensors import SharedTensors
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm, told
@@ -48,7 +47,7 @@ async def test_nothing_that_goes_through_many_bytes_stops_the_event_loop(monkeyp
         monkeypatch.setattr(owner, name, noted)
 
     monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", 0)
-    monkeypatch.setattr("averaging.state.snapshots.INLINE_BYTES", 0)
+    monkeypatch.setattr("averaging.state.manifest.INLINE_BYTES", 0)
     heavy = {
         SharedTensors: ["check_finite", "flat", "write", "copy_from"],
         ErrorFeedback: ["inputs", "sent"],

@@ -17,7 +17,7 @@ from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge
 from averaging.receipts.receipt import DropCode, Outcome, Receipt, Role
 from averaging.receipts.receipt_log import read
-from averaging.state.snapshots import ExtraState
+from averaging.state.manifest import ExtraState
 from averaging.testing import virtual_time
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.support.selection import rest_is_long

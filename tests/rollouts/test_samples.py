@@ -7,7 +7,7 @@ import pytest
 
 from averaging.errors import RolloutError
 from averaging.rl.feed import Posted
-from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, group_of, is_too_old
+from averaging.rl.rollouts.environment import ScoredSequence, TruncatedMode, group_of, is_too_old
 
 
 def sequence(**changes: Any) -> ScoredSequence:

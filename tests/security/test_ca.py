@@ -18,8 +18,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from averaging.cli import main
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
-from averaging.security.ca import Issued, issue, make_authority
-from averaging.security.credentials import Tls, hosts_of, is_issued_by, read_credentials, read_tls, read_tokens
+from averaging.security.credentials import (
+    Issued,
+    Tls,
+    hosts_of,
+    is_issued_by,
+    issue,
+    make_authority,
+    read_credentials,
+    read_tls,
+    read_tokens,
+)
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY = make_authority("run", NOW, 10)

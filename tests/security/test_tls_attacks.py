@@ -16,8 +16,7 @@ from grpc.experimental import session_cache
 
 from averaging import Peer
 from averaging.errors import JoinError, PeerUnreachableError
-from averaging.security.ca import issue
-from averaging.security.credentials import Credentials, Tls
+from averaging.security.credentials import Credentials, Tls, issue
 from averaging.transport.grpc import authentication, methods
 from tests.support.certificates import HERE, NOW, TOKEN, certificate, secure, tls, token_file, write
 from tests.support.grpc_fakes import FakePeer, client, serving

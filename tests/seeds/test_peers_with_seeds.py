@@ -10,7 +10,7 @@ import torch
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.access import GossipSettings
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.errors import JoinError
 from averaging.peer import PeerContext, lifecycle
 from averaging.seeds import FoundSeeds

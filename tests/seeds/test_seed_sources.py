@@ -16,8 +16,14 @@ from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
 from averaging.seeds import FoundSeeds, Seeds, expand_hostlist
-from averaging.seeds.seeds import MAX_CALLED, own_addresses
-from averaging.seeds.sources import MAX_SEEDS, SeedsNotFoundError, read_seed_file, read_slurm_nodes
+from averaging.seeds.seeds import (
+    MAX_CALLED,
+    MAX_SEEDS,
+    SeedsNotFoundError,
+    own_addresses,
+    read_seed_file,
+    read_slurm_nodes,
+)
 
 
 @pytest.mark.parametrize(

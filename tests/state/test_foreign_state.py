@@ -8,8 +8,7 @@ import torch
 from msgspec import msgpack
 
 from averaging.errors import StateError
-from averaging.state.manifest import State
-from averaging.state.snapshots import ExtraState
+from averaging.state.manifest import ExtraState, State
 from tests.foreign.driver import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
 
 pytestmark = [

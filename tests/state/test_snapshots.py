@@ -6,9 +6,8 @@ import threading
 import pytest
 import torch
 
-from averaging.state import snapshots
-from averaging.state.manifest import Snapshot, State, seal
-from averaging.state.snapshots import Snapshots
+from averaging.state import manifest
+from averaging.state.manifest import Snapshot, Snapshots, State, seal
 from averaging.tensors.shared_tensors import SharedTensors
 
 
@@ -18,8 +17,8 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.sealed: list[int] = []  # versions
-        monkeypatch.setattr(snapshots, "INLINE_BYTES", 0)
-        monkeypatch.setattr(snapshots, "seal", self._seal)
+        monkeypatch.setattr(manifest, "INLINE_BYTES", 0)
+        monkeypatch.setattr(manifest, "seal", self._seal)
         tensors = SharedTensors([torch.arange(5.0)])
         self.state = Snapshots(tensors, None, shared=True)
         self.state.commit(1)

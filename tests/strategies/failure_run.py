@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from averaging import DecentralizedAverager, GradientAveraging
-from averaging.discovery.gossip.access import GossipSettings
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.errors import AveragingError, JoinError, PeerUnreachableError, StateError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
 from averaging.peer.run_progress import LIFETIME

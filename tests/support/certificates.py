@@ -7,8 +7,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from averaging.security.ca import Issued, issue, make_authority
-from averaging.security.credentials import Credentials, Tls
+from averaging.security.credentials import Credentials, Issued, Tls, issue, make_authority
 
 NOW = datetime.datetime.now(datetime.UTC)
 HERE = ("127.0.0.1", "localhost", "::1")

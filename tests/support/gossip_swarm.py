@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self, cast
 
-from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.discovery.gossip.record import Identity, UnsignedIdentity
 from averaging.errors import PeerUnreachableError
 from averaging.protocol.messages import Refusal, Rumour

@@ -26,10 +26,9 @@ from averaging.protocol.messages import (
     WireTensor,
 )
 from averaging.receipts.progress import TrainingProgress
-from averaging.receipts.receipt import Dropped, Outcome, Receipt
+from averaging.receipts.receipt import Dropped, Outcome, Receipt, Totals
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
-from averaging.receipts.totals import Totals
 from averaging.security.credentials import Credentials
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.deadlines import Learned, Phase

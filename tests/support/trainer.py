@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
-from averaging.discovery.gossip.access import GossipSettings
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.membership import GossipSettings
 from averaging.training import StrategyContext
 from averaging.transport import Transport
 from tests.support.conservation import TrainingLedger

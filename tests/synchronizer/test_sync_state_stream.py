@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.rl.synchronizer.state_stream import (
+from averaging.rl.synchronizer.methods import (
     PIECE_BYTES,
     ModelState,
     StateDict,

@@ -14,8 +14,7 @@ from typing import Self
 from averaging.common import spelled
 from averaging.config import PeerConfig
 from averaging.discovery import Diagnosis, Entry
-from averaging.discovery.etcd.layout import EtcdAccess, EtcdSettings, RecordLayout
-from averaging.discovery.etcd.records import FollowedKey, OwnRecords
+from averaging.discovery.etcd.records import EtcdAccess, EtcdSettings, FollowedKey, OwnRecords, RecordLayout
 from averaging.discovery.gossip import (
     Change,
     ClockOffsets,

@@ -7,7 +7,7 @@ Read the modules in this order:
 
 1. `record`: what a record is, and how its owner writes and signs it.
 2. `record_table`: how records merge, which one is read, and the table of one peer.
-3. `access`: all constants; `membership`: which peers are in the run, and the tree over them.
+3. `membership`: all constants, which peers are in the run, and the tree over them.
 4. `rumours`: how a new record reaches all peers, down the tree, and clients.
 5. `anti_entropy`: how peers compare their records, and when; `clock_offsets`: warnings about clocks.
 6. `bootstrap`: joining a run.
@@ -16,10 +16,10 @@ Read the modules in this order:
 docs/design/decisions/discovery.md has the reasons and the costs.
 """
 
-from averaging.discovery.gossip.access import GossipSettings as GossipSettings
 from averaging.discovery.gossip.bootstrap import Waiting as Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets as ClockOffsets
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery as GossipDiscovery, peers_key as peers_key
+from averaging.discovery.gossip.membership import GossipSettings as GossipSettings
 from averaging.discovery.gossip.record import (
     Author as Author,
     Identity as Identity,

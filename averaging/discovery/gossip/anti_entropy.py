@@ -10,9 +10,8 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, is_refused, why_failed
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.membership import CALL_FAILURES, GossipAccess, Membership, is_refused, why_failed
 from averaging.discovery.gossip.record_table import Merged, RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.errors import ProtocolViolationError

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from averaging.common import Backoff
-from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, why_failed
-from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.membership import CALL_FAILURES, GossipAccess, Membership, why_failed
 from averaging.errors import JoinError, RefusalCause, TransportError, refusal_cause
 from averaging.seeds import Seeds
 from averaging.timing import Deadline, FairTimeout, is_set_within

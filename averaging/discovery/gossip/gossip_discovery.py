@@ -12,11 +12,10 @@ from contextlib import aclosing
 
 from averaging.common import ignored_proxies, is_loopback, parse_address, spelled
 from averaging.discovery import Diagnosis, clock_difference
-from averaging.discovery.gossip.access import GossipAccess, GossipSettings
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance
 from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.membership import RING, Membership, all_others
+from averaging.discovery.gossip.membership import RING, GossipAccess, GossipSettings, Membership, all_others
 from averaging.discovery.gossip.record import Identity, Reason
 from averaging.discovery.gossip.record_discovery import RecordDiscovery
 from averaging.discovery.gossip.record_table import Change, Merged

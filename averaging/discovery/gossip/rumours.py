@@ -9,8 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from averaging.discovery.gossip.access import CALL_FAILURES, GossipAccess, GossipSettings, is_refused, why_failed
-from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.membership import (
+    CALL_FAILURES,
+    GossipAccess,
+    GossipSettings,
+    Membership,
+    is_refused,
+    why_failed,
+)
 from averaging.errors import CallRefusedError
 from averaging.protocol import Record, Refusal, Rumour
 

@@ -20,14 +20,16 @@ from averaging.errors import ConfigError, FeedError, RolloutError
 from averaging.metrics import Samples, counter, gauge
 from averaging.rl.feed import CommandEvent, Connection, FeedEnvironment, Posted, RegisterEnv, retry_pauses
 from averaging.rl.rollouts.engine import EngineClient, EngineGateway
-from averaging.rl.rollouts.environment import VerifiersEnvironment, check_tokenizer, model_context
-from averaging.rl.rollouts.samples import (
+from averaging.rl.rollouts.environment import (
     RolloutOptions,
     SampledGroup,
     ScoredSequence,
     TruncatedMode,
+    VerifiersEnvironment,
+    check_tokenizer,
     group_of,
     is_too_old,
+    model_context,
 )
 
 if TYPE_CHECKING:

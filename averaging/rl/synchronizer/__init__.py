@@ -1,8 +1,8 @@
 """Hands out the weights of a model to explorers: docs/how-to/follow.md is the guide.
 
 Read in this order: `coordination` (statuses, versions and waits as pure decisions), `synchronizer` (the class),
-`methods` (the table of its gRPC methods), `service` and `remote` (their two ends), `state_stream` (a state as
-messages), `groups` (weights by collectives of torch.distributed).
+`methods` (the table of its gRPC methods, and a state as messages), `service` and `remote` (their two ends), `groups`
+(weights by collectives of torch.distributed).
 """
 
 from averaging.rl.synchronizer.coordination import (

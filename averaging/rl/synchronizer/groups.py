@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from averaging.common import first_error, format_address, is_own, loopback_here, parse_address
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.rl.synchronizer.coordination import Coordination, SyncGroup
-from averaging.rl.synchronizer.state_stream import Meta, StateDict, meta_of
+from averaging.rl.synchronizer.methods import Meta, StateDict, meta_of
 from averaging.tensors import DTYPES, in_thread
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from averaging.errors import (
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
 from averaging.rl.synchronizer.groups import Module, ReceivesWeights, SendsWeights, result_of
-from averaging.rl.synchronizer.state_stream import (
+from averaging.rl.synchronizer.methods import (
     Meta,
     ModelState,
     StateDict,

@@ -26,7 +26,7 @@ from averaging.receipts import WeightReader
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
 from averaging.rl.synchronizer.groups import result_of
-from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, parts_of
+from averaging.rl.synchronizer.methods import ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcHandler, rpc_caller
 from averaging.wire import synchronizer_pb2 as wire
 

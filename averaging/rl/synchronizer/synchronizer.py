@@ -25,9 +25,9 @@ from averaging.rl.synchronizer.coordination import (
     Wait,
 )
 from averaging.rl.synchronizer.groups import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
+from averaging.rl.synchronizer.methods import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
-from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.tensors import in_thread
 
