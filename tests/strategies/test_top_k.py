@@ -12,8 +12,10 @@ from averaging import DiLoCo, LocalSGD, Receipt
 from averaging.errors import ConfigError, TensorError
 from averaging.protocol import CompressionType
 from averaging.strategies.diloco import NESTEROV
+from tests.strategies.test_quorum_simulated import Trainers
 from tests.support.conservation import TrainingLedger
 from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, run_of, step, steps
+from tests.support.training_run import Site, agree
 
 EXACT = 2e-6
 """Share of the sum of all steps that rounding to float32 may take."""
@@ -168,6 +170,29 @@ def test_the_residual_of_a_peer_that_is_alone_decays_and_its_steps_are_whole(sta
         assert one.averagers[0].global_step == 3
     assert equal(run.parameters()[0], plain.parameters()[0])
     assert equal(residual(run, 0), [tensor / 8 for tensor in before])
+
+
+@pytest.mark.parametrize("of", [top_k, visible])
+def test_what_comes_late_and_who_pauses_lose_nothing(of: Callable[..., DiLoCo]) -> None:
+    """One peer needs the time of ten steps for one, another pauses for a fifth of the time; nobody waits."""
+    strategy = partial(of, 20, delay=5, quorum=2)
+    trainers = Trainers(strategy, (0.1, 0.1, 1.0, 0.1), 30.0, {3: (100, 6.0)}, seed=2, learning_rate=0.003)
+    ledgers: dict[str, TrainingLedger] = {}
+
+    def watched(site: Site, before: Any, averager: Any, number: int) -> None:
+        if site.name not in ledgers:
+            ledgers[site.name] = TrainingLedger(averager)
+        before(averager, number)
+
+    for site in trainers.sites:
+        site.tamper = partial(watched, site, site.tamper)
+    assert agree(trainers.run.simulate())
+    assert max(trainers.ages("peer-2:1")) >= 3
+    assert trainers.paused["peer-3:1"] >= 1
+    assert len(ledgers) == 4
+    for ledger in ledgers.values():
+        assert any(tensor.any() for tensor in ledger.strategy.own_state().values())
+        assert ledger.error() < EXACT
 
 
 @pytest.mark.parametrize("strategy", [partial(top_k, 2), partial(top_k, 2, delay=1, alpha=1.0), partial(visible, 2)])

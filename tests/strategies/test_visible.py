@@ -89,10 +89,10 @@ def test_all_rounds_are_those_of_plain_torch(start: Start) -> None:
         run.each(partial(train, number=number))
         plain.round(number)
         for peer in range(PEERS):
-            for mine, theirs in zip(anchors(run, peer), plain.anchors, strict=True):
-                torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-6)
-            for mine, theirs in zip(residual(run, peer), plain.residuals[peer], strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+            for mine, anchor in zip(anchors(run, peer), plain.anchors, strict=True):
+                torch.testing.assert_close(mine, anchor.detach(), rtol=0, atol=1e-6)
+            for mine, kept in zip(residual(run, peer), plain.residuals[peer], strict=True):
+                torch.testing.assert_close(mine, kept, rtol=0, atol=1e-6)
             assert all(map(torch.equal, anchors(run, 0), anchors(run, peer)))
     assert 0.1 < plain.sent / plain.all < 0.9
     receipt = run.averagers[1].last_receipt
