@@ -89,7 +89,7 @@ def test_two_peers_send_what_engines_can_see() -> None:
     for lines in printed:
         assert lines.count("averaged with 1 other ") == 3
         assert "all 2 peers hold the same weights" in lines
-        assert max(float(size) for size in re.findall(r"([\d.]+) KiB out", lines)) < 170  # float32: 1,700
+        assert max(float(size) for size in re.findall(r"([\d.]+) KiB out", lines)) < 500  # float32: 1,700
 
 
 @pytest.mark.long
