@@ -8,8 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from averaging.errors import TensorError
 from averaging.protocol import CompressionType
