@@ -86,7 +86,14 @@ class RunPlan:
         if not 2 <= self.peers <= MAX_GROUP_SIZE:
             raise ConfigError(f"a group has 2 to {MAX_GROUP_SIZE} peers, not {self.peers}")
         if self.compression.is_sparse and self.strategy is not StrategyKind.DILOCO:
-            raise ConfigError("top_k sends changes of many steps, so that it is for diloco", "compression")
+            name = self.compression.name.lower()
+            raise ConfigError(f"{name} sends changes of many steps, so that it is for diloco", "compression")
+        if self.compression is CompressionType.VISIBLE:
+            raise ConfigError(
+                "how much visible sends depends on the learning rate and the weights; plan with another compression, "
+                "and measure visible with averaging explain",
+                "compression",
+            )
 
     @property
     def averaged_dtype(self) -> torch.dtype:

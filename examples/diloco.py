@@ -14,6 +14,10 @@ On a slow link, Muon inside and the largest changes only, in 2 bits each, outsid
 
 With `--publish-to ./run` or `--publish-to s3://bucket/run` one peer writes its weights after each outer step, and
 `averaging follow ./run --output now.safetensors` keeps a file at the newest of them.
+
+With a learning rate as in reinforcement learning, only the changes that engines in bfloat16 can see:
+
+    python -m examples.diloco --compression visible --lr 1e-6 --wait-for 2
 """
 
 from __future__ import annotations
@@ -41,9 +45,9 @@ from examples.sources import divide, standard_library
 SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
 
-OPTIMIZERS: dict[str, Callable[[LanguageModel], torch.optim.Optimizer]] = {
-    "adamw": lambda model: torch.optim.AdamW(model.named_parameters(), lr=4e-3, betas=(0.9, 0.95)),
-    "muon": lambda model: MuonAndAdamW(model, lr=4e-3),
+OPTIMIZERS: dict[str, Callable[[LanguageModel, float], torch.optim.Optimizer]] = {
+    "adamw": lambda model, lr: torch.optim.AdamW(model.named_parameters(), lr=lr, betas=(0.9, 0.95)),
+    "muon": lambda model, lr: MuonAndAdamW(model, lr=lr),
 }
 """The inner optimizers, by the name of the option."""
 
@@ -74,6 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--density", type=share, help="share of the changes that top_k sends (1/64)")
     parser.add_argument("--bits", type=int, choices=KEPT_BITS, help="bits of each of them: %(choices)s (2)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="inner optimizer: %(choices)s (adamw)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of the inner optimizer (4e-3)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
     parser.add_argument("--publish-to", default="", metavar="DIR|URL", help="write each outer step there for followers")
     options = parse(parser, arguments)
@@ -102,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
     random.seed()  # each peer sees another part of the text
     model = LanguageModel(SIZE)
     averager = DecentralizedAverager(
-        OPTIMIZERS[options.optimizer](model),
+        OPTIMIZERS[options.optimizer](model, options.lr),
         model=model,
         run_id=options.run_id,
         join=options.join,

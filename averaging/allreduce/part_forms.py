@@ -1,4 +1,4 @@
-"""How the parts of a tensor travel in a round: with all of their elements, or with the largest of each block."""
+"""How the parts of a tensor travel in a round: with all of their elements, or with some of each block."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from averaging.tensors import (
     SparseTensor,
     StagedTensor,
     TensorSpec,
+    VisibleTensor,
     codec_of,
     decode_slices,
     decode_top_k,
     decode_union,
+    decode_visible,
     encode_slices,
     encode_union,
     finite_as,
     top_k_nbytes,
     union_limit,
+    visible_limit,
 )
 
-Prepared: TypeAlias = "torch.Tensor | StagedTensor | SparseTensor"
+Prepared: TypeAlias = "torch.Tensor | StagedTensor | SparseTensor | VisibleTensor"
 """A tensor as its member contributes it: flat, on the CPU; read and never written."""
 
 Averaged: TypeAlias = "torch.Tensor | SparsePart"
@@ -207,8 +210,8 @@ class ReplyResidual:
 
     It is added to the same elements when this peer reduces them the next time, so that all that members have decoded
     plus the residual is the sum of the averages. What a round has lost counts once its result is applied: the replies
-    of a round that failed were applied by nobody. `tensors` are flat float32, of TOP_K in tile order, by the number of
-    the tensor; absent if nothing was lost of it yet.
+    of a round that failed were applied by nobody. `tensors` are flat float32, sparse ones in tile order, by the number
+    of the tensor; absent if nothing was lost of it yet.
     """
 
     def __init__(self) -> None:
@@ -256,29 +259,40 @@ class ReplyResidual:
 
 
 class SparseForm:
-    """The largest elements of each block of a part, of which all blocks have one size.
+    """Some elements of each block of a part, of which all blocks have one size.
 
-    At most `members` contribute. `residual` is that of this peer's replies; None if what they lose is of no interest.
+    `top_k` is None with VISIBLE, whose parts are reckoned with the most bytes that they can take. At most `members`
+    contribute. `residual` is that of this peer's replies; None if what they lose is of no interest.
     """
 
     continues = False
 
     def __init__(
-        self, number: int, spec: TensorSpec, top_k: TopK, members: int = 1, residual: ReplyResidual | None = None
+        self,
+        number: int,
+        spec: TensorSpec,
+        top_k: TopK | None,
+        members: int = 1,
+        residual: ReplyResidual | None = None,
     ) -> None:
         self._number, self._dtype, self._top_k = number, spec.torch_dtype, top_k
         self._layout, self._members, self._residual = BlockLayout(spec.shape), members, residual
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
         """Whole blocks with as many elements as a part has bytes; fewer if a contribution has more bytes than that."""
-        per_element = self._top_k.density * (12 + self._top_k.bits) / 8
+        top_k = self._top_k
+        per_element = 2 + 1 / 8 if top_k is None else top_k.density * (12 + top_k.bits) / 8
         return self._layout.cuts(int(part_size_bytes / max(1.0, per_element)))
 
     def joins(self, other: AnyForm) -> bool:
         return False
 
     def encoded_size(self, piece: Slice) -> int:
-        return top_k_nbytes(piece.numel, self._block_size(piece.start), self._top_k)
+        return self._nbytes(piece.numel, self._layout.block_size(piece.start))
+
+    def _nbytes(self, numel: int, block_size: int) -> int:
+        top_k = self._top_k
+        return visible_limit(numel, block_size) if top_k is None else top_k_nbytes(numel, block_size, top_k)
 
     def nbytes(self, part: Part) -> int:
         return self.encoded_size(part.slices[0])
@@ -287,12 +301,12 @@ class SparseForm:
         return sum(self._packed_size(start, stop, members) for start, stop in self.cuts(part_size_bytes))
 
     def _packed_size(self, start: int, stop: int, members: int) -> int:
-        size = self._block_size(start)
-        return max(top_k_nbytes(stop - start, size, self._top_k), union_limit(stop - start, size, self._top_k, members))
+        numel, size = stop - start, self._layout.block_size(start)
+        return max(self._nbytes(numel, size), union_limit(numel, size, self._top_k, members))
 
     def encode(self, tensors: Sequence[Any], part: Part) -> WireTensor:
         (piece,) = part.slices
-        tensor: SparseTensor = tensors[piece.tensor]
+        tensor: SparseTensor | VisibleTensor = tensors[piece.tensor]
         return tensor.wire(piece.start, piece.stop)
 
     def own(self, tensors: Sequence[Any], part: Part) -> Contribution:
@@ -303,24 +317,27 @@ class SparseForm:
 
     def decode(self, wire: WireTensor, part: Part) -> Contribution:
         (piece,) = part.slices
-        return Contribution(decode_top_k(wire, self._block_size(piece.start), self._top_k), wire.buffer)
+        size, top_k = self._layout.block_size(piece.start), self._top_k
+        return Contribution(
+            decode_visible(wire, size) if top_k is None else decode_top_k(wire, size, top_k), wire.buffer
+        )
 
     def reducer(self) -> SparseReducer:
-        return SparseReducer()
+        return SparseReducer(limits=self._top_k is not None)
 
     def answer(
         self, average: list[Contribution], compression: CompressionType, part: Part
     ) -> tuple[WireTensor, SparsePart]:
         ((_, start, stop),) = part.slices
         residual = None if self._residual is None else self._residual.of(self._number, start, stop)
-        reply = encode_union(average, self._block_size(start), self._top_k, residual)
+        reply = encode_union(average, self._layout.block_size(start), self._top_k, residual)
         if self._residual is not None and reply.loss is not None:
             self._residual.lost(self._number, self._layout.numel, reply.part.indices + start, reply.loss)
         return reply.wire, reply.part
 
     def decode_answer(self, wire: WireTensor, part: Part) -> SparsePart:
         (piece,) = part.slices
-        return decode_union(wire, self._block_size(piece.start), self._top_k, self._members)
+        return decode_union(wire, self._layout.block_size(piece.start), self._top_k, self._members)
 
     def is_finite(self, values: Any) -> bool:
         part = values.part if isinstance(values, Contribution) else values
@@ -328,9 +345,6 @@ class SparseForm:
 
     def clamped(self, values: Any) -> int:
         return 0
-
-    def _block_size(self, start: int) -> int:
-        return next(run.size for run in self._layout.runs if start < run.stop)
 
 
 AnyForm: TypeAlias = "DenseForm | SparseForm"
@@ -343,10 +357,11 @@ def forms_of(schema: Schema, *, members: int = 1, residual: ReplyResidual | None
     dense: dict[tuple[str, tuple[int, ...], CompressionType], AnyForm] = {}
     forms: list[AnyForm] = []
     for number, spec in enumerate(schema.tensors):
-        if spec.compression is CompressionType.TOP_K:
-            if schema.sparse is None:
+        if spec.compression.is_sparse:
+            is_top_k = spec.compression is CompressionType.TOP_K
+            if is_top_k and schema.sparse is None:
                 raise ConfigError(f"{spec} needs a schema with the options of top_k")
-            forms.append(SparseForm(number, spec, schema.sparse, members, residual))
+            forms.append(SparseForm(number, spec, schema.sparse if is_top_k else None, members, residual))
             continue
         key = spec.dtype, spec.shape, spec.compression
         if key not in dense:

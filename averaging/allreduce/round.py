@@ -90,7 +90,8 @@ class AllReduce:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         `prepare` returns this member's contribution: flat CPU tensors, one per tensor of the schema, and a
-        `SparseTensor` for each whose compression is TOP_K. They are read until the end of the round and never written.
+        `SparseTensor` or `VisibleTensor` for each whose compression is TOP_K or VISIBLE. They are read until the end of
+        the round and never written.
         Parts of other members are accepted while it runs. `timeout` is in seconds for the whole round, plus the
         transfer time of its bytes at 10 Mbit/s. Seconds in which this process was stopped or busy do not count.
         """

@@ -157,7 +157,7 @@ class RoundResult:
 
 
 def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The result as `SharedTensors.write` takes it, of tensors that were not averaged in TOP_K."""
+    """The result as `SharedTensors.write` takes it, of tensors of which all elements were sent."""
     for part, values in result.parts:
         if not isinstance(values, torch.Tensor):
             raise TypeError(f"{part} is in tile order")

@@ -136,10 +136,12 @@ class SparseReducer:
 
     So no member moves the average by more than an ordinary one, whatever values it sends. Norms are taken over the
     part, which the reducer has received, and not over the tensor, of which it would have to believe the member.
-    Weights are claims as well: they decide how much of the average is whose, but not how long it is.
+    Weights are claims as well: they decide how much of the average is whose, but not how long it is. Without `limits`
+    all contributions count as they are: of VISIBLE a member may have one element of a part, and another one hundreds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limits: bool = True) -> None:
+        self._limits = limits
         self._kept: dict[int, tuple[Contribution, float]] = {}
 
     def add(self, values: Contribution, weight: float, place: int, *, spare: bool = False) -> None:
@@ -148,7 +150,9 @@ class SparseReducer:
     def finish(self) -> list[Contribution]:
         kept = [self._kept[place] for place in sorted(self._kept)]
         largest = max(weight for _, weight in kept)
-        scales = limit_norms([_norm_of(contribution.part.values) for contribution, _ in kept])
+        scales = [1.0] * len(kept)
+        if self._limits:
+            scales = limit_norms([_norm_of(contribution.part.values) for contribution, _ in kept])
         return [
             replace(contribution, weight=max(_MIN_RELATIVE_WEIGHT, weight / largest), scale=scale)
             for (contribution, weight), scale in zip(kept, scales, strict=True)

@@ -24,6 +24,7 @@ from averaging.tensors import (
     SharedTensors,
     SparsePart,
     SparseTensor,
+    VisibleTensor,
     Write,
     decode,
     describe,
@@ -95,7 +96,8 @@ def _slices(parts: Iterable[Part]) -> Iterator[Slice]:
     return (piece for part in parts for piece in part.slices)
 
 
-# With `top_k` most of a change is not sent, so its error feedback is no correction but where most of the change waits.
+# With `top_k` and `visible` most of a change is not sent, so their error feedback is no correction but where most of it
+# waits.
 
 
 AT_ONCE = 1 << 20
@@ -104,16 +106,16 @@ AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SparseInputs:
-    """What a peer sends in one round with `top_k`; by number of the tensor, flat, in tile order."""
+    """What a peer sends in one round with `top_k` or `visible`; by number of the tensor, flat, in tile order."""
 
     base: Mapping[int, torch.Tensor]  # the residuals before the round
     exact: Mapping[int, torch.Tensor]  # `decay * residual + change`
-    sparse: Mapping[int, SparseTensor]  # what is sent of it
+    sparse: Mapping[int, SparseTensor | VisibleTensor]  # what is sent of it
     change: float  # norm of the change
 
 
 class SparseFeedback:
-    """The residuals of one peer with `top_k`: what it has not sent yet of the changes in its tensors.
+    """The residuals of one peer with `top_k` or `visible`: what it has not sent yet of the changes in its tensors.
 
     When the result of a round is applied, `residual = decay * residual + change - sent`, where `sent` is what the other
     members decode. So all that was sent plus the residual equals the sum of all changes, each times `decay` to the
@@ -126,9 +128,11 @@ class SparseFeedback:
     residuals meanwhile makes the contribution of that round void.
 
     Args:
-        schema: schema of the tensors; those that it does not compress with `top_k` have no residual.
-        top_k: see `TopK`.
+        schema: schema of the tensors; those of which it sends all elements have no residual.
+        top_k: see `TopK`; None with `visible`.
         decay: factor of the residuals in each round.
+        weights: with `visible`, the weights by name from which the changes will be subtracted; not copied. If they
+            are replaced during a round, that changes what is chosen, but what was not sent stays in the residual.
 
     Attributes:
         layouts: order of the elements of each tensor that has a residual, by the number of the tensor.
@@ -136,32 +140,36 @@ class SparseFeedback:
         replies: the residual of this peer as a reducer, which is another one.
     """
 
-    def __init__(self, schema: Schema, top_k: TopK, decay: float) -> None:
-        self.top_k, self.decay = top_k, decay
+    def __init__(
+        self, schema: Schema, top_k: TopK | None, decay: float, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self.top_k, self.decay, self.weights = top_k, decay, weights or {}
         self._names = [spec.name for spec in schema.tensors]
         self.layouts = {
-            number: BlockLayout(spec.shape)
-            for number, spec in enumerate(schema.tensors)
-            if spec.compression is CompressionType.TOP_K
+            number: BlockLayout(spec.shape) for number, spec in enumerate(schema.tensors) if spec.compression.is_sparse
         }
         self.residuals: Mapping[int, torch.Tensor] = {}
         self.replies = ReplyResidual()
         self._last: SparseInputs | None = None  # of the last round, until it is applied or void
-        self._sent: Mapping[int, SparseTensor] = {}  # in the last round that was applied
+        self._sent: Mapping[int, SparseTensor | VisibleTensor] = {}  # in the last round that was applied
         self._change = 0.0
 
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SparseTensor]:
-        """The largest elements of `decay * residual + change`, and the dense tensors; `tensors` are not kept."""
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SparseTensor | VisibleTensor]:
+        """What is sent of `decay * residual + change`, and the dense tensors; `tensors` are not kept."""
         base, self._last = self.residuals, None
         exact: dict[int, torch.Tensor] = {}
-        sparse: dict[int, SparseTensor] = {}
+        sparse: dict[int, SparseTensor | VisibleTensor] = {}
         squares = 0.0
         for number, layout in self.layouts.items():
             exact[number] = change = layout.to_blocks(tensors[number].view(layout.shape))
             squares += float(torch.linalg.vector_norm(change)) ** 2
             if (residual := base.get(number)) is not None:
                 change.add_(residual, alpha=self.decay)
-            sparse[number] = SparseTensor.of(change, layout, self.top_k)
+            if self.top_k is not None:
+                sparse[number] = SparseTensor.of(change, layout, self.top_k)
+            else:
+                weights = layout.to_blocks(self.weights[self._names[number]])
+                sparse[number] = VisibleTensor.of(change, layout, weights)
         self._last = SparseInputs(base, exact, sparse, math.sqrt(squares))
         return [sparse.get(number, tensor) for number, tensor in enumerate(tensors)]
 
@@ -263,12 +271,14 @@ class TopicOptions(TypedDict, total=False):
         adopt: how the result is written; `Adopt.AVERAGE` if not given.
         commits: whether a result is a new version of the downloadable state. If not given, it is in a strategy whose
             topic has parameters of the model, and otherwise not.
-        compression: codec on the wire; the peer's if None. With `TOP_K` the tensors must be changes, `adopt` must be
-            `WHOLE`, and whoever applies a result calls `topic.feedback.applied()`, see `SparseFeedback`.
+        compression: codec on the wire; the peer's if None. With `TOP_K` and `VISIBLE` the tensors must be changes,
+            `adopt` must be `WHOLE`, and whoever applies a result calls `topic.feedback.applied()`, see
+            `SparseFeedback`.
         top_k: options of `TOP_K`; the default ones if None.
-        decay: factor of the residuals in each round with `TOP_K`; 0.95 if not given.
-        error_feedback: whether the error of a lossy codec is added to what is sent in the next round; `TOP_K` has its
-            own.
+        decay: factor of the residuals in each round with `TOP_K`, 0.95 if not given; with `VISIBLE` it is 1.
+        weights: with `VISIBLE`, the weights that the tensors of these names change; see `SparseFeedback`.
+        error_feedback: whether the error of a lossy codec is added to what is sent in the next round; `TOP_K` and
+            `VISIBLE` have their own.
     """
 
     adopt: Adopt | str
@@ -276,6 +286,7 @@ class TopicOptions(TypedDict, total=False):
     compression: CompressionType | str | None
     top_k: TopK | None
     decay: float
+    weights: Mapping[str, torch.Tensor]
     error_feedback: bool
 
 
@@ -297,8 +308,8 @@ class Topic:
         )
         schema = replace(self.schema, tensors=tuple(specs))
         match self.feedback:
-            case SparseFeedback(top_k=top_k, decay=decay):
-                return replace(self, schema=schema, feedback=SparseFeedback(schema, top_k, decay))
+            case SparseFeedback(top_k=top_k, decay=decay, weights=weights):
+                return replace(self, schema=schema, feedback=SparseFeedback(schema, top_k, decay, weights))
             case ErrorFeedback():
                 return replace(self, schema=schema, feedback=ErrorFeedback(schema))
         return replace(self, schema=schema)
@@ -334,12 +345,16 @@ def make_topic(config: PeerConfig, tensors: SharedTensors, name: str = "", **opt
     error_feedback = options.get("error_feedback", False)
     adopt = one_of(Adopt, adopt, "adopt")
     code = config.compression if compression is None else parse_compression(compression)
-    if code is CompressionType.TOP_K:
-        top_k = top_k or TopK()
-        if adopt is not Adopt.WHOLE:
-            raise ConfigError("compression='top_k' needs adopt='whole': what is sent is taken out of the residuals")
-    # With deltas the results of the members differ slightly. TOP_K refuses them by name instead.
-    reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE and code is not CompressionType.TOP_K else config.reply_form
+    top_k = top_k or TopK() if code is CompressionType.TOP_K else None
+    decay = options.get("decay", 0.95) if top_k is not None else 1.0
+    weights = options.get("weights", {})
+    if code.is_sparse and adopt is not Adopt.WHOLE:
+        name = code.name.lower()
+        raise ConfigError(f"compression={name!r} needs adopt='whole': what is sent is taken out of the residuals")
+    if code is CompressionType.VISIBLE and not weights:
+        raise ConfigError("compression='visible' needs the weights that the tensors change, by name, as `weights`")
+    # With deltas the results of the members differ slightly. Sparse codes refuse them by name instead.
+    reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE and not code.is_sparse else config.reply_form
     schema = describe(
         tensors.names,
         tensors.tensors,
@@ -348,11 +363,11 @@ def make_topic(config: PeerConfig, tensors: SharedTensors, name: str = "", **opt
         reply=reply,
         topic=name,
         aggregation=parse_aggregation(config.aggregation),
-        sparse=top_k if code is CompressionType.TOP_K else None,
+        sparse=top_k,
     )
     feedback: ErrorFeedback | SparseFeedback | None = None
-    if code is CompressionType.TOP_K and top_k is not None:
-        feedback = SparseFeedback(schema, top_k, options.get("decay", 0.95))
+    if code.is_sparse:
+        feedback = SparseFeedback(schema, top_k, decay, weights)
     elif (error_feedback or config.mode is Mode.AUXILIARY) and reply is ReplyForm.AVERAGE:
         # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent. An
         # auxiliary cannot know whether the others have error feedback, which needs that of its replies.

@@ -51,7 +51,9 @@ class CompressionType(IntEnum):
     TOP_K = 18
     """The largest elements of each block; a contribution. See `averaging.tensors.SparseTensor`."""
     TOP_K_UNION = 19
-    """The average of contributions in TOP_K; a reply."""
+    """The average of contributions in TOP_K or VISIBLE; a reply."""
+    VISIBLE = 20
+    """The elements that change the weights in bfloat16; a contribution. See `averaging.tensors.VisibleTensor`."""
 
     @property
     def is_sparse(self) -> bool:
@@ -66,7 +68,7 @@ COMPRESSIONS = {code.name.lower(): code for code in CompressionType if not code.
 }
 """Compressions of any tensor, by the names that options accept."""
 
-CHANGE_COMPRESSIONS = COMPRESSIONS | {"top_k": CompressionType.TOP_K}
+CHANGE_COMPRESSIONS = COMPRESSIONS | {"top_k": CompressionType.TOP_K, "visible": CompressionType.VISIBLE}
 """Compressions of changes, by the names that options accept."""
 
 Buffer: TypeAlias = "bytes | memoryview"  # read-only bytes
@@ -81,8 +83,8 @@ def _of_any_tensor(value: CompressionType | str) -> CompressionType:
     code = cast(CompressionType, choice(CHANGE_COMPRESSIONS).convert(value))
     if code.is_sparse:
         raise ConfigError(
-            "top_k sends the largest changes only; give it to a strategy that averages changes, as in "
-            'DiLoCo(compression="top_k")'
+            f"{code.name.lower()} sends some changes only; give it to a strategy that averages changes, as in "
+            f'DiLoCo(compression="{code.name.lower()}")'
         )
     return code
 

@@ -106,7 +106,7 @@ class Strategy(ABC):
         ConfigError: `max_norm` is not a finite number above 0, or the strategy cannot use the `compression`.
     """
 
-    averages_changes = False  # whether the averaged tensors are changes, which `compression="top_k"` requires
+    averages_changes = False  # whether the averaged tensors are changes, which "top_k" and "visible" require
     attached = False  # whether an averager uses this object; no other averager accepts it then
     history = History()  # origin of the run, and its global steps; the averager sets it with each state
     stage = Stage.TRAINING
@@ -141,11 +141,12 @@ class Strategy(ABC):
         if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
-        if self.compression is CompressionType.TOP_K and not self.averages_changes:
+        if self.compression is not None and self.compression.is_sparse and not self.averages_changes:
+            name = self.compression.name.lower()
             raise ConfigError(
-                f"compression='top_k' sends the largest elements of a change, but {type(self).__name__} averages other "
-                "tensors; use DiLoCo(sync_every, compression='top_k') or LocalSGD.of_changes(sync_every, "
-                "compression='top_k'), or another compression"
+                f"compression={name!r} sends some elements of a change, but {type(self).__name__} averages other "
+                f"tensors; use DiLoCo(sync_every, compression={name!r}) or LocalSGD.of_changes(sync_every, "
+                f"compression={name!r}), or another compression"
             )
         self.error_feedback = error_feedback
         self.max_norm = max_norm

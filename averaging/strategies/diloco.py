@@ -105,6 +105,12 @@ class DiLoCo(LockstepStrategy):
     *residual*, is added to its next change: `residual = decay * residual + change - sent`. See
     docs/how-to/slow-link.md.
 
+    With `compression="visible"` a peer sends the elements of residual + change with which a weight is another number in
+    bfloat16: `bfloat16(anchor - element) != bfloat16(anchor)`, where the anchor is the weight after the last global
+    step (PULSELoCo, arXiv:2602.03839). Values are sent in bfloat16, the mean is taken over all members, and what was
+    not sent is the residual, without decay. It is for learning rates so low, as in reinforcement learning, that few
+    weights change.
+
     Args:
         sync_every: local steps between two rounds of the same fragment; or a time, such as "120s": then all peers
             average at the multiples of it by the clock of the run, with the steps that each has made. Fragments come at
@@ -115,10 +121,11 @@ class DiLoCo(LockstepStrategy):
         fragments: number of pieces, of about equal size, without splitting a tensor. A number of steps in `sync_every`
             must be a multiple.
         delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
-        alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`. With `top_k` it
-            is the weight of the local steps made meanwhile: `global + alpha * (local - local at the round's start)`,
-            since what was not sent stays in the residual.
-        compression: see `Strategy`; `"top_k"` sends the largest elements only.
+        alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`. With `top_k` and
+            `visible` it is the weight of the local steps made meanwhile: `global + alpha * (local - local at the
+            round's start)`, since what was not sent stays in the residual.
+        compression: see `Strategy`; `"top_k"` sends the largest elements only, `"visible"` those that change a weight
+            in bfloat16.
         density: with `top_k`, the share of the elements of each block that is sent, by default 1/64; the same at all
             peers.
         bits: with `top_k`, bits of each value that is sent, 2 (the default), 4 or 8; the same at all peers.
@@ -126,7 +133,7 @@ class DiLoCo(LockstepStrategy):
             forgets nothing.
         mean_over: with `top_k`, whether an element is averaged over the `"senders"` that sent it, as by default, or
             over `"all"` members of the round, of which the others count as 0; the same at all peers.
-        error_feedback: see `Strategy`; `top_k` has its own.
+        error_feedback: see `Strategy`; `top_k` and `visible` have their own.
         max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
         quorum: see `Strategy`. A peer that has missed a round trains on, sends the change of its local steps to the
             next round in the background, and takes over the newest state with the steps since then on top.
@@ -167,10 +174,12 @@ class DiLoCo(LockstepStrategy):
                 "alpha does not go with quorum: there the local steps made during a round stay on top of its result "
                 "and are sent with the next one; leave alpha out"
             )
-        if self.compression is CompressionType.TOP_K and self.error_feedback:
+        code = self.compression or CompressionType.NONE
+        self._is_sparse = code.is_sparse
+        if code.is_sparse and self.error_feedback:
             raise ConfigError(
-                "error_feedback does not go with compression='top_k', which has its own: what was not sent is kept in "
-                "the residual; leave error_feedback out, and set decay instead"
+                f"error_feedback does not go with compression={code.name.lower()!r}, which has its own: what was not "
+                "sent is kept in the residual; leave error_feedback out"
             )
         self.top_k, self.decay = _top_k_options(self.compression, given)
         outer = outer or (PLAIN if self.top_k else NESTEROV)
@@ -233,6 +242,7 @@ class DiLoCo(LockstepStrategy):
                 compression=self.compression,
                 top_k=self.top_k,
                 decay=self.decay,
+                weights=anchors,
                 error_feedback=self.error_feedback,
             )
             outer = self._make_outer(list(anchors.values()))
@@ -243,7 +253,7 @@ class DiLoCo(LockstepStrategy):
             self._fragments.append(fragment)
         training.drift.optimizers["outer "] = self._fragments[0].outer
         self._owns, self._leads = training.site.owns, training.site.leads
-        if self.top_k is not None:
+        if self._is_sparse:
             check_tied({fragment.number: fragment.parameters for fragment in self._fragments})
         has_momentum = any(group.get("momentum") for group in self._fragments[0].outer.param_groups)
         if self.top_k is not None and self._leads and has_momentum:
@@ -447,7 +457,7 @@ class DiLoCo(LockstepStrategy):
         if search_timeout is None and self._ends_with_others(training, together):
             return
         fragment = self._fragments.at(self.history.step)
-        keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
+        keeps = self._is_sparse and self.alpha > 0 if self.quorum is None else self.delay > 0
         goes_on = self.delay > 0 and bool(together)
         self._measure(training, fragment, keep=keeps and bool(together), background=goes_on)
         if not together:
@@ -599,7 +609,7 @@ class DiLoCo(LockstepStrategy):
         self._discarded = False
 
     def own_state(self) -> Mapping[str, torch.Tensor]:
-        """The residuals of `top_k`: what this peer has not sent yet."""
+        """The residuals of `top_k` and `visible`: what this peer has not sent yet."""
         if not self._owns:
             return {}
         return {name: tensor for feedback in self._fragments.feedbacks for name, tensor in feedback.state().items()}
@@ -619,11 +629,11 @@ class DiLoCo(LockstepStrategy):
             if name in named
         }
         if not all(torch.isfinite(tensor).all() for tensor in fitting.values()):
-            raise StateError("what it has not sent yet (the residual of top_k) holds NaN or infinity")
-        if tensors and self._leads and self.top_k is None:
+            raise StateError("what it has not sent yet (the residual of top_k or visible) holds NaN or infinity")
+        if tensors and self._leads and not self._is_sparse:
             logger.warning(
-                "the checkpoint holds changes that were not sent yet (the residual of top_k); without "
-                "compression='top_k' they are dropped"
+                "the checkpoint holds changes that were not sent yet (the residual of top_k or visible); without "
+                "compression='top_k' or 'visible' they are dropped"
             )
         for feedback in self._fragments.feedbacks if self._owns else ():
             feedback.load(fitting)

@@ -264,7 +264,7 @@ class Fragments(list[Fragment]):
         norms = [feedback.unsent() for feedback in self.feedbacks]
         residual, change = (math.hypot(*of_fragments) for of_fragments in zip(*norms, strict=True))
         logger.info(
-            "top_k: this peer ends with changes that it never sent; they are dropped. Their norm is %.3g, that of its "
+            "this peer ends with changes that it never sent; they are dropped. Their norm is %.3g, that of its "
             "last change %.3g%s",
             *(residual, change, f" ({residual / change:.1f} times as much)" if change else ""),
         )
@@ -298,6 +298,6 @@ def check_tied(fragments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
     for (_, name), kind in kinds.items():
         if count[kind] < 2:
             raise TensorError(
-                f"parameter {name!r} shares its memory with another one of another shape or fragment, of which top_k "
-                "would send other elements; use another compression, or give the optimizer one of them"
+                f"parameter {name!r} shares its memory with another one of another shape or fragment, of which "
+                "other elements would be sent; use another compression, or give the optimizer one of them"
             )

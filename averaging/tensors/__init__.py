@@ -2,8 +2,8 @@
 
 Read in this order: `manifest` (dtypes, descriptions and their checks, bytes in pieces), `schema` (what all members of a
 round must have alike), `staging` (between devices and the host), `shared_tensors` (tensors that the training thread
-and the event loop both use), `compression` (encode and decode by code number), `sparse` (only the largest elements of
-each block).
+and the event loop both use), `compression` (encode and decode by code number), `sparse` (only some elements of each
+block).
 """
 
 from averaging.tensors.compression import (
@@ -56,12 +56,15 @@ from averaging.tensors.sparse import (
     EncodedUnion as EncodedUnion,
     SparsePart as SparsePart,
     SparseTensor as SparseTensor,
+    VisibleTensor as VisibleTensor,
     combine as combine,
     decode_top_k as decode_top_k,
     decode_union as decode_union,
+    decode_visible as decode_visible,
     encode_union as encode_union,
     top_k_nbytes as top_k_nbytes,
     union_limit as union_limit,
+    visible_limit as visible_limit,
 )
 from averaging.tensors.staging import (
     HostCopies as HostCopies,

@@ -76,10 +76,12 @@ def describe(
 ) -> Schema:
     """The schema of `tensors`, or a TensorError that names one that cannot be averaged.
 
-    With TOP_K it is a ConfigError if `sparse` is missing or excluded by another option.
+    With TOP_K it is a ConfigError if `sparse` is missing; with TOP_K and VISIBLE if another option excludes them.
     """
-    if compression is CompressionType.TOP_K:
-        _check_sparse(reply, aggregation, sparse)
+    if compression is CompressionType.TOP_K and sparse is None:
+        raise ConfigError("compression='top_k' needs a TopK, which says how many elements of each block are sent")
+    if compression.is_sparse:
+        _check_sparse(compression.name.lower(), reply, aggregation)
     specs = []
     for name, tensor in zip(names, tensors, strict=True):
         if objection := objection_to(tensor, AVERAGED_DTYPES, "averaged"):
@@ -88,20 +90,19 @@ def describe(
     return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation, sparse)
 
 
-def _check_sparse(reply: ReplyForm, aggregation: Aggregation, sparse: TopK | None) -> None:
-    if sparse is None:
-        raise ConfigError("compression='top_k' needs a TopK, which says how many elements of each block are sent")
+def _check_sparse(compression: str, reply: ReplyForm, aggregation: Aggregation) -> None:
     if aggregation != MEAN:
+        limits = ": with top_k it limits each contribution to the median of their norms"
         raise ConfigError(
-            f"aggregation={str(aggregation)!r} does not work with compression='top_k': of most elements it would see "
-            "the value of one member only, and take the zeros of the others for the truth. Use aggregation='mean': "
-            "with top_k it limits each contribution to the median of their norms",
+            f"aggregation={str(aggregation)!r} does not work with compression={compression!r}: of most elements it "
+            "would see the value of one member only, and take the zeros of the others for the truth. Use "
+            f"aggregation='mean'{limits if compression == 'top_k' else ''}",
             "aggregation",
         )
     if reply is not ReplyForm.AVERAGE:
         raise ConfigError(
-            "reducers cannot answer with differences to what was sent with compression='top_k': a member has sent only "
-            "some elements, so they say nothing about the others"
+            f"reducers cannot answer with differences to what was sent with compression={compression!r}: a member has "
+            "sent only some elements, so they say nothing about the others"
         )
 
 

@@ -1,8 +1,9 @@
-"""TOP_K and TOP_K_UNION: the largest elements of each block, and the average of such contributions.
+"""TOP_K, VISIBLE and TOP_K_UNION: some elements of each block, and the average of such contributions.
 
-Read in this order: `BlockLayout` (how a tensor is cut into blocks), `SparseTensor` (a contribution, and its parts on
-the wire), `decode_top_k`, `combine` (the average of a part), `encode_union`, `decode_union`. docs/reference/protocol.md
-has the layouts of the bytes. Pure.
+Read in this order: `BlockLayout` (how a tensor is cut into blocks), `SparseTensor` and `VisibleTensor` (a contribution,
+and its parts on the wire), `decode_top_k`, `decode_visible`, `combine` (the average of a part), `encode_union`,
+`decode_union`. Where the options of TOP_K may be None, None stands for VISIBLE, which has none: any number of elements
+of a block, and the mean over all members. docs/reference/protocol.md has the layouts of the bytes. Pure.
 """
 
 from __future__ import annotations
@@ -119,6 +120,9 @@ class BlockLayout:
             for start in range(run.start, run.stop, step):
                 yield start, min(start + step, run.stop)
 
+    def block_size(self, start: int) -> int:
+        return next(run.size for run in self.runs if start < run.stop)
+
 
 def _tiles(extent: int) -> list[tuple[int, int]]:
     return [(extent // TILE, TILE), (1, extent % TILE)]
@@ -217,6 +221,54 @@ class SparseTensor:
         raise ValueError(f"element {position} does not begin a block of {self.layout}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class VisibleTensor:
+    """The elements of a change that are visible in the weights in bfloat16, with values in bfloat16.
+
+    Engines and forward passes in bfloat16 see nothing of the other elements (PULSELoCo, arXiv:2602.03839).
+    """
+
+    layout: BlockLayout  # the blocks of the tensor
+    _part: SparsePart = field(repr=False)  # of the whole tensor, in tile order
+
+    @classmethod
+    def of(cls, flat: torch.Tensor, layout: BlockLayout, weights: torch.Tensor) -> VisibleTensor:
+        """Chooses the elements of a change for which bfloat16(weight - change) is not bfloat16(weight).
+
+        `flat` and `weights` are in tile order, 1-D, float32, on the CPU. NaN or infinity in `flat` is a TensorError.
+        """
+        chosen = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for start in range(0, layout.numel, _AT_ONCE):
+            change, weight = flat[start : start + _AT_ONCE], weights[start : start + _AT_ONCE]
+            changes = (weight - change).to(torch.bfloat16) != weight.to(torch.bfloat16)
+            chosen.append(changes.nonzero().view(-1).add_(start))
+        indices = torch.cat(chosen)
+        values = flat.index_select(0, indices)
+        if not torch.isfinite(values).all():  # such a change is visible
+            raise TensorError("NaN or infinity cannot be sent in visible")
+        return cls(layout, SparsePart(layout.numel, indices, _to_bfloat16(values).to(torch.float32)))
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    def wire(self, start: int, stop: int) -> WireTensor:
+        """See `SparseTensor.wire`."""
+        part, size = self.values(start, stop), self.layout.block_size(start)
+        sizes = _union_sizes(part.numel, size, len(part.indices), None)
+        packed, _ = _pack(part, size, min(sizes, key=lambda form: sizes[form]))
+        return WireTensor(packed.data, (part.numel,), TOP_K_DTYPE, CompressionType.VISIBLE)
+
+    def values(self, start: int, stop: int) -> SparsePart:
+        """What the receiver of `wire(start, stop)` decodes, bit for bit."""
+        whole = self._part
+        first, end = np.searchsorted(whole.indices.numpy(), [start, stop]).tolist()
+        return SparsePart(stop - start, whole.indices[first:end] - start, whole.values[first:end])
+
+    def dense(self) -> torch.Tensor:
+        return self._part.dense()
+
+
 _AT_ONCE = 1 << 16  # elements; few enough for the processor's cache
 _NO_INDICES = torch.empty(0, dtype=torch.int16, device="cpu")
 _NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -296,6 +348,17 @@ def decode_top_k(wire: WireTensor, block_size: int, top_k: TopK) -> SparsePart:
     return _unpack_top_k(_view_buffer(wire.buffer), numel, block_size, top_k)
 
 
+def decode_visible(wire: WireTensor, block_size: int) -> SparsePart:
+    """Decodes a part that `VisibleTensor.wire` encoded; see `decode_top_k`."""
+    numel = _checked_numel(wire, CompressionType.VISIBLE, block_size)
+    return _unpack(wire, numel, block_size, numel, None)
+
+
+def visible_limit(numel: int, block_size: int) -> int:
+    """The most bytes that `VisibleTensor.wire` returns for a part."""
+    return min(_union_sizes(numel, block_size, numel, None).values())
+
+
 def _unpack_top_k(raw: Bytes, numel: int, block_size: int, top_k: TopK) -> SparsePart:
     count = _kept_of(numel, block_size, top_k)
     few = count < 1 << top_k.bits
@@ -369,15 +432,14 @@ class EncodedUnion(NamedTuple):  # the average of a part
     loss: torch.Tensor | None  # what was lost of each element of `part`, 1-D, float32; None if nothing was
 
 
-def union_limit(numel: int, block_size: int, top_k: TopK, members: int) -> int:
+def union_limit(numel: int, block_size: int, top_k: TopK | None, members: int) -> int:
     """The most bytes that `encode_union` returns for a part with contributions of at most `members`."""
-    most = min(numel, members * _kept_of(numel, block_size, top_k))
-    sizes = _union_sizes(numel, block_size, most)
-    return min(min(sizes.values()), _raw_size(numel, block_size, top_k, members))
+    most = _most_of(numel, block_size, top_k, members)
+    return min(_reply_sizes(numel, block_size, most, top_k, members).values())
 
 
 def encode_union(
-    contributions: Sequence[Contribution], block_size: int, top_k: TopK, residual: torch.Tensor | None = None
+    contributions: Sequence[Contribution], block_size: int, top_k: TopK | None, residual: torch.Tensor | None = None
 ) -> EncodedUnion:
     """Encodes the mean of contributions to a part as they came, or as one union with coarser values.
 
@@ -385,28 +447,35 @@ def encode_union(
     earlier replies have lost, of each element of the part, 1-D, float32; not changed. It is added to the elements of a
     union, and ignored if the contributions are sent as they came.
     """
-    mean = combine(contributions, top_k.mean_over)
-    sizes = _union_sizes(mean.numel, block_size, len(mean.indices))
+    mean = combine(contributions, MeanOver.ALL if top_k is None else top_k.mean_over)
+    sizes = _reply_sizes(mean.numel, block_size, len(mean.indices), top_k, len(contributions))
     form = min(sizes, key=lambda form: sizes[form])
-    if _raw_size(mean.numel, block_size, top_k, len(contributions)) <= sizes[form]:
+    if form == _AS_THEY_CAME:
         return EncodedUnion(_reply_of(mean.numel, _pack_contributions(contributions)), mean, None)
     exact = mean.values
     if residual is not None:
         exact = (exact + residual.index_select(0, mean.indices)).clamp_(-_MAX_FLOAT32, _MAX_FLOAT32)
+    packed, decoded = _pack(SparsePart(mean.numel, mean.indices, exact), block_size, form)
+    return EncodedUnion(_reply_of(mean.numel, packed), SparsePart(mean.numel, mean.indices, decoded), exact - decoded)
+
+
+def _pack(part: SparsePart, block_size: int, form: int) -> tuple[Bytes, torch.Tensor]:
+    """A part in one of the forms that hold a single one; and its values as they are decoded, float32."""
     if form in (_INDICES_8BIT, _BITMAP_8BIT):
-        table, codes = quantise(exact, 8)
-        decoded, packed = table.index_select(0, codes.to(torch.int32)), [_view(table), codes.numpy()]
+        table, codes = quantise(part.values, 8)
+        decoded, values = table.index_select(0, codes.to(torch.int32)), [_view(table), codes.numpy()]
     else:
-        short = exact.clamp(-_MAX_BFLOAT16, _MAX_BFLOAT16).to(torch.bfloat16)
-        decoded, packed = short.to(torch.float32), [_view(short)]
+        short = _to_bfloat16(part.values)
+        decoded, values = short.to(torch.float32), [_view(short)]
     places = _bitmap_of if form in (_BITMAP_8BIT, _BITMAP_BFLOAT16) else _counts_and_indices
-    pieces = [np.array([form], dtype=np.uint8), places(mean, block_size), *packed]
-    return EncodedUnion(
-        _reply_of(mean.numel, np.concatenate(pieces)), SparsePart(mean.numel, mean.indices, decoded), exact - decoded
-    )
+    return np.concatenate([np.array([form], dtype=np.uint8), places(part, block_size), *values]), decoded
 
 
-def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -> SparsePart:
+def _to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-_MAX_BFLOAT16, _MAX_BFLOAT16).to(torch.bfloat16)
+
+
+def decode_union(wire: WireTensor, block_size: int, top_k: TopK | None, members: int) -> SparsePart:
     """Decodes a reply of `encode_union`, whose size was compared with that of the part, of at most so many members.
 
     Raises:
@@ -415,11 +484,16 @@ def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -
             finite.
     """
     numel = _checked_numel(wire, CompressionType.TOP_K_UNION, block_size)
+    if top_k is not None and wire.buffer[:1] == bytes([_AS_THEY_CAME]):
+        return _unpack_contributions(wire, _view_buffer(wire.buffer), numel, block_size, top_k, members)
+    return _unpack(wire, numel, block_size, _most_of(numel, block_size, top_k, members), top_k)
+
+
+def _unpack(wire: WireTensor, numel: int, block_size: int, most: int, top_k: TopK | None) -> SparsePart:
     raw = _view_buffer(wire.buffer)
     form = int(raw[0]) if len(raw) else -1
-    if form == _AS_THEY_CAME:
-        return _unpack_contributions(wire, raw, numel, block_size, top_k, members)
-    most = min(numel, members * _kept_of(numel, block_size, top_k))
+    if top_k is None and form not in (_INDICES_BFLOAT16, _BITMAP_BFLOAT16):
+        raise ProtocolViolationError(f"a part in visible has the unknown form {form}")
     if form in (_INDICES_8BIT, _INDICES_BFLOAT16):
         indices, rest = _read_indices(raw[1:], numel, block_size, most)
     elif form in (_BITMAP_8BIT, _BITMAP_BFLOAT16):
@@ -437,13 +511,26 @@ def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -
     return SparsePart(numel, torch.from_numpy(indices), values)
 
 
-def _union_sizes(numel: int, block_size: int, count: int) -> dict[int, int]:
-    places = {False: 2 * (numel // block_size) + _index_bytes(count), True: ceil(numel / 8)}
+def _most_of(numel: int, block_size: int, top_k: TopK | None, members: int) -> int:
+    return numel if top_k is None else min(numel, members * _kept_of(numel, block_size, top_k))
+
+
+def _reply_sizes(numel: int, block_size: int, count: int, top_k: TopK | None, members: int) -> dict[int, int]:
+    sizes = _union_sizes(numel, block_size, count, top_k)
+    if top_k is None:
+        return sizes
+    return {_AS_THEY_CAME: _raw_size(numel, block_size, top_k, members)} | sizes
+
+
+def _union_sizes(numel: int, block_size: int, count: int, top_k: TopK | None) -> dict[int, int]:
+    indices, bitmap = 1 + 2 * (numel // block_size) + _index_bytes(count), 1 + ceil(numel / 8)
+    if top_k is None:
+        return {_INDICES_BFLOAT16: indices + 2 * count, _BITMAP_BFLOAT16: bitmap + 2 * count}
     return {
-        _INDICES_8BIT: 1 + places[False] + _TABLE_BYTES + count,
-        _INDICES_BFLOAT16: 1 + places[False] + 2 * count,
-        _BITMAP_8BIT: 1 + places[True] + _TABLE_BYTES + count,
-        _BITMAP_BFLOAT16: 1 + places[True] + 2 * count,
+        _INDICES_8BIT: indices + _TABLE_BYTES + count,
+        _INDICES_BFLOAT16: indices + 2 * count,
+        _BITMAP_8BIT: bitmap + _TABLE_BYTES + count,
+        _BITMAP_BFLOAT16: bitmap + 2 * count,
     }
 
 

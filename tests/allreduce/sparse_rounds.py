@@ -11,7 +11,7 @@ import torch
 from averaging.allreduce import Part, Prepared, ReplyResidual, RoundResult
 from averaging.allreduce.partition import partition, shares
 from averaging.protocol import CompressionType, MeanOver, Member, TopK
-from averaging.tensors import BlockLayout, Schema, SparsePart, SparseTensor
+from averaging.tensors import BlockLayout, Schema, SparsePart, SparseTensor, VisibleTensor
 from tests.support.rounds import Simulation
 
 SHAPES: tuple[tuple[int, ...], ...] = ((66, 70), (100,), (), (0, 3), (64, 64))
@@ -38,17 +38,19 @@ class SparseSimulation(Simulation):
         part_size_bytes: int = 4096,
         residuals: Mapping[str, ReplyResidual] | None = None,
         dense: Sequence[int] = (),
+        visible_in: float | None = None,
         **options: Any,
     ) -> None:
         self.top_k, self.is_applied = top_k or TopK(), True
+        self.weights = visible_in  # with VISIBLE, the value of all weights that the tensors change
         self.dense = frozenset(dense)
         self.residuals = residuals or {member.endpoint: ReplyResidual() for member in members}
         super().__init__(
             seed,
             members,
             shapes,
-            compression=CompressionType.TOP_K,
-            sparse=self.top_k,
+            compression=CompressionType.TOP_K if visible_in is None else CompressionType.VISIBLE,
+            sparse=self.top_k if visible_in is None else None,
             part_size_bytes=part_size_bytes,
             **options,
         )
@@ -56,13 +58,16 @@ class SparseSimulation(Simulation):
         self.averages: dict[str, list[torch.Tensor]] = {}
         self.sent: dict[str, list[Prepared]] = {
             name: [
-                tensor.reshape(-1)
-                if number in self.dense
-                else SparseTensor.of(layout.to_blocks(tensor), layout, self.top_k)
+                tensor.reshape(-1) if number in self.dense else self._sparse(layout.to_blocks(tensor), layout)
                 for number, (layout, tensor) in enumerate(zip(self.layouts, tensors, strict=True))
             ]
             for name, tensors in self.tensors.items()
         }
+
+    def _sparse(self, flat: torch.Tensor, layout: BlockLayout) -> SparseTensor | VisibleTensor:
+        if self.weights is None:
+            return SparseTensor.of(flat, layout, self.top_k)
+        return VisibleTensor.of(flat, layout, torch.full_like(flat, self.weights))
 
     def describe(self, names: Sequence[str], **options: Any) -> Schema:
         """See `Simulation`."""
@@ -108,12 +113,17 @@ class SparseSimulation(Simulation):
         sent = []
         for member in members:
             tensor = self.sent[member.endpoint][part.tensor]
-            assert isinstance(tensor, SparseTensor)
+            assert isinstance(tensor, SparseTensor | VisibleTensor)
             sent.append(tensor.values(part.slices[0].start, part.slices[0].stop))
-        return dumb_average(sent, [member.weight for member in members], self.top_k.mean_over)
+        weights = [member.weight for member in members]
+        if self.weights is None:
+            return dumb_average(sent, weights, self.top_k.mean_over)
+        return dumb_average(sent, weights, MeanOver.ALL, limits=False)
 
 
-def dumb_average(sent: Sequence[SparsePart], weights: Sequence[float], mean_over: MeanOver) -> np.ndarray[Any, Any]:
+def dumb_average(
+    sent: Sequence[SparsePart], weights: Sequence[float], mean_over: MeanOver, *, limits: bool = True
+) -> np.ndarray[Any, Any]:
     """The average of a part as the documents say it, element by element in float64; NaN where nobody sent."""
     given = [(one, weight) for one, weight in zip(sent, weights, strict=True) if weight > 0]
     norms = [float(np.sqrt(sum(value**2 for value in one.values.tolist()))) for one, _ in given]
@@ -121,7 +131,7 @@ def dumb_average(sent: Sequence[SparsePart], weights: Sequence[float], mean_over
     sums, counted = np.zeros(sent[0].numel), np.zeros(sent[0].numel)
     for (one, weight), norm in zip(given, norms, strict=True):
         for index, value in zip(one.indices.tolist(), one.values.tolist(), strict=True):
-            sums[index] += weight * value * (min(1.0, median / norm) if norm else 1.0)
+            sums[index] += weight * value * (min(1.0, median / norm) if norm and limits else 1.0)
             counted[index] += weight
     whole = sum(weight for _, weight in given)
     with np.errstate(invalid="ignore"):

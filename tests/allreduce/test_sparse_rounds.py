@@ -68,6 +68,21 @@ def test_clients_auxiliaries_and_weights(clients: int, auxiliaries: int) -> None
     check(simulation)
 
 
+@pytest.mark.parametrize("weight", [0.0, 100.0, 1e3, 1e9])
+def test_what_is_visible_is_averaged_over_all(weight: float) -> None:
+    """Of weights that are small enough all elements are sent, and of huge ones none."""
+    members = [*nodes(3), Member("client::1", 0.5, mode=Mode.CLIENT), Member("aux:1", mode=Mode.AUXILIARY)]
+    simulation = SparseSimulation(3, members, visible_in=weight)
+    virtual_time.run(simulation.run())
+    assert all(result.dropped == () for result in simulation.results.values())
+    check(simulation)
+    shares = [float(np.mean(~np.isnan(simulation.expected(part)))) for part in simulation.parts]
+    assert (min(shares) == 1.0) is (weight == 0.0)
+    assert (max(shares) == 0.0) is (weight == 1e9)
+    sent = sum(result.part_bytes_sent for result in simulation.results.values())
+    assert sent == sum(result.part_bytes_received for result in simulation.results.values())
+
+
 NUMEL = 4 * 4096
 
 

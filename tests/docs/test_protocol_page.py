@@ -37,7 +37,7 @@ from averaging.protocol.messages import CompressionType, Record, TopK
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec
-from averaging.tensors.sparse import BlockLayout, Contribution, SparseTensor, decode_top_k, encode_union
+from averaging.tensors.sparse import BlockLayout, Contribution, SparseTensor, VisibleTensor, decode_top_k, encode_union
 from averaging.transport.grpc.channel_options import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
@@ -261,3 +261,5 @@ def test_the_sparse_contributions_of_the_page() -> None:
     both = [contribution(first, few), contribution(second, few)]
     assert bytes(alone.buffer).hex() == EXAMPLE["sparse contribution"]
     assert bytes(encode_union(both, 16, few).wire.buffer).hex() == EXAMPLE["reply to two"]
+    visible = VisibleTensor.of(first, BlockLayout((16,)), torch.full((16,), 512.0))
+    assert bytes(visible.wire(0, 16).buffer).hex() == EXAMPLE["visible contribution"]

@@ -80,6 +80,19 @@ def test_two_peers_with_muon_send_the_largest_changes_only() -> None:
 
 
 @pytest.mark.long
+def test_two_peers_send_what_engines_can_see() -> None:
+    arguments = ["--compression=visible", "--lr=1e-6", "--steps=60", "--sync-every=20"]
+    with example("diloco", "--wait-for=2", *arguments) as founder:
+        endpoint = founder.read_until("--join ").split("--join ")[1]
+        with example("diloco", "--join", endpoint, *arguments) as newcomer:
+            printed = [newcomer.end(0), founder.end(0)]
+    for lines in printed:
+        assert lines.count("averaged with 1 other ") == 3
+        assert "all 2 peers hold the same weights" in lines
+        assert max(float(size) for size in re.findall(r"([\d.]+) KiB out", lines)) < 500  # float32: 1,700
+
+
+@pytest.mark.long
 def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back_and_the_reward_rises(tmp_path: Path) -> None:
     plot = tmp_path / "folder" / "plot.png"
     with example("explorers", "--steps=30", f"--plot={plot}") as explored:

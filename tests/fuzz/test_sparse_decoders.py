@@ -17,8 +17,10 @@ from averaging.tensors import (
     Contribution,
     SparsePart,
     SparseTensor,
+    VisibleTensor,
     decode_top_k,
     decode_union,
+    decode_visible,
     encode_union,
     top_k_nbytes,
 )
@@ -71,6 +73,10 @@ def decode_any(wire: WireTensor, top_k: TopK) -> list[SparsePart]:
         found.append(decode_top_k(wire, SIZE, top_k))
     with suppress(ProtocolViolationError):
         found.append(decode_union(wire, SIZE, top_k, MEMBERS))
+    with suppress(ProtocolViolationError):
+        found.append(decode_visible(wire, SIZE))
+    with suppress(ProtocolViolationError):
+        found.append(decode_union(wire, SIZE, None, MEMBERS))
     for part in found:
         check(part, wire)
     return found
@@ -86,6 +92,21 @@ def test_damaged_replies(data: st.DataObject, blocks: int, top_k: TopK, alike: b
     padded = raw[:length] + bytes(max(0, length - len(raw)))
     decode_any(replace(sound, buffer=padded), top_k)
     decode_any(replace(sound, buffer=bytes([data.draw(st.integers(0, 5))]) + padded[1:]), top_k)
+
+
+@MANY
+@given(data=st.data(), blocks=st.integers(1, 3), lr=st.sampled_from([1e-3, 1e-1]))
+def test_damaged_visible_parts(data: st.DataObject, blocks: int, lr: float) -> None:
+    layout, random = BlockLayout((64 * blocks, 2)), np.random.default_rng(0)
+    change, weights = (torch.from_numpy(random.standard_normal((2, blocks * SIZE)).astype(np.float32))).unbind()
+    sound = VisibleTensor.of(change * lr, layout, weights).wire(0, blocks * SIZE)
+    reply = encode_union([Contribution(decode_visible(sound, SIZE), sound.buffer)], SIZE, None).wire
+    for wire in (sound, reply):
+        raw = data.draw(damaged([bytes(wire.buffer)]))
+        length = len(wire.buffer)
+        padded = raw[:length] + bytes(max(0, length - len(raw)))
+        for buffer in (raw, padded, bytes([data.draw(st.integers(0, 5))]) + padded[1:]):
+            decode_any(replace(wire, buffer=buffer), TopK())
 
 
 @MANY
@@ -105,7 +126,8 @@ def test_any_bytes_of_a_right_length(data: st.DataObject, blocks: int, top_k: To
         b"\4" + random.bytes(blocks * SIZE // 8 + 2 * kept),
     ]
     for body in bodies:
-        decode_any(replace(wire, buffer=body, compression=CompressionType.TOP_K_UNION), top_k)
+        for code in (CompressionType.TOP_K_UNION, CompressionType.VISIBLE):
+            decode_any(replace(wire, buffer=body, compression=code), top_k)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -165,10 +187,30 @@ def test_replies_that_are_refused(wire: WireTensor, reason: str) -> None:
         decode_union(wire, SIZE, TOP_K, MEMBERS)
 
 
+@pytest.mark.parametrize(
+    ("wire", "reason"),
+    [
+        *((reply_of(form), f"unknown form {form}") for form in (0, 1, 3, 5)),
+        (reply_of(2, struct.pack("<H", 129), indices_of(*range(128), 127), bytes(258)), "129 elements .* at most 128"),
+        (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 5), HALF), "come twice"),
+        (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 128), HALF), "out of range"),
+        (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 127), HALF[:-1]), "takes 14 bytes, but 13"),
+        (reply_of(4, BITS, HALF + HALF), "takes 23 bytes, but 29"),
+        (reply_of(4, BITS, HALF[:4] + b"\x80\x7f"), "NaN or infinity"),
+        (reply_of(4, BITS[:-1]), "ends before the end of its bitmap"),
+    ],
+)
+def test_visible_parts_that_are_refused(wire: WireTensor, reason: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=reason):
+        decode_visible(replace(wire, compression=CompressionType.VISIBLE), SIZE)
+    with pytest.raises(ProtocolViolationError, match=reason):
+        decode_union(wire, SIZE, None, MEMBERS)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [CompressionType.TOP_K, CompressionType.TOP_K_UNION])
+@pytest.mark.parametrize("code", [CompressionType.TOP_K, CompressionType.TOP_K_UNION, CompressionType.VISIBLE])
 @pytest.mark.parametrize("raw", [b"", *(bytes([form]) + b"\xff" * 4000 for form in range(6))])
 def test_claims_take_no_memory(code: CompressionType, raw: bytes) -> None:
     wire = WireTensor(raw, (SIZE << 32,), "top_k_float32", code)
@@ -178,6 +220,8 @@ def test_claims_take_no_memory(code: CompressionType, raw: bytes) -> None:
             decode_top_k(wire, SIZE, TOP_K)
         with pytest.raises(ProtocolViolationError):
             decode_union(wire, SIZE, TOP_K, 4096)
+        with pytest.raises(ProtocolViolationError):
+            decode_visible(wire, SIZE)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""What a peer has not sent yet with `top_k`: sent plus residual is the sum of all changes."""
+"""What a peer has not sent yet with `top_k` and `visible`: sent plus residual is the sum of all changes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt, SparseFeedback, Topic
 from averaging.peer.topics import make_topic
 from averaging.protocol import CompressionType, TopK
-from averaging.tensors import SharedTensors, SparseTensor
+from averaging.tensors import SharedTensors, SparseTensor, VisibleTensor
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "matrix": (70, 130),
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 def topic_of(**options: Any) -> Topic:
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | {"buffer": torch.zeros(9)}
-    defaults: dict[str, Any] = {"adopt": Adopt.WHOLE, "compression": "top_k"}
+    defaults: dict[str, Any] = {"adopt": Adopt.WHOLE, "compression": "top_k", "weights": changes_of(-1)}
     topic = make_topic(PeerConfig(run_id="run"), SharedTensors(tensors), "changes", **(defaults | options))
     return topic.sending_exactly(["buffer"])
 
@@ -47,8 +47,10 @@ def changes_of(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
 class Ledger:
     """A peer with its residual, and a list of the change of each round and of what that round has sent of it."""
 
-    def __init__(self, decay: float, top_k: TopK) -> None:
+    def __init__(self, decay: float, top_k: TopK | None) -> None:
         self.options: dict[str, Any] = {"decay": decay, "top_k": top_k}
+        if top_k is None:
+            self.options = {"compression": "visible"}
         self.feedback = feedback_of(topic_of(**self.options))
         self.rounds: list[tuple[Tensors, Tensors]] = []
         self.pending: Tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -60,7 +62,7 @@ class Ledger:
         assert torch.equal(sent[-1], torch.ones(9))  # type: ignore[arg-type]  # it is dense
         decoded = {}
         for (name, _), layout, tensor in zip(SHAPES.items(), self.feedback.layouts.values(), sent, strict=False):
-            assert isinstance(tensor, SparseTensor)
+            assert isinstance(tensor, SparseTensor | VisibleTensor)
             decoded[name] = layout.from_blocks(tensor.dense()).double()
         return decoded
 
@@ -108,14 +110,34 @@ EVENTS = ["round", "round", "failed", "alone", "restart", "perhaps applied by ot
 @given(
     events=st.lists(st.sampled_from(EVENTS), max_size=12),
     decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
-    top_k=st.builds(TopK, st.sampled_from([1e-9, 1 / 64, 0.1, 1.0]), st.sampled_from([2, 4, 8])),
+    top_k=st.none() | st.builds(TopK, st.sampled_from([1e-9, 1 / 64, 0.1, 1.0]), st.sampled_from([2, 4, 8])),
+    size=st.sampled_from([1.0, 1e-3]),
     seed=st.integers(0, 1000),
 )
-def test_sent_plus_residual_is_the_sum_of_the_changes(events: list[str], decay: float, top_k: TopK, seed: int) -> None:
+def test_sent_plus_residual_is_the_sum_of_the_changes(
+    events: list[str], decay: float, top_k: TopK | None, size: float, seed: int
+) -> None:
     ledger = Ledger(decay, top_k)
     for number, event in enumerate(events):
-        ledger.happens(event, changes_of(seed + number))
+        ledger.happens(event, {name: change * size for name, change in changes_of(seed + number).items()})
         ledger.check()
+
+
+def test_what_is_visible_is_sent_and_nothing_else() -> None:
+    weights, ledger = changes_of(-1), Ledger(1.0, None)
+    assert ledger.feedback.decay == 1.0
+    for number in range(4):
+        change = {name: tensor * 1e-3 for name, tensor in changes_of(number).items()}
+        before = ledger.feedback.state()
+        exact = {name: change[name] + before.get(name, 0.0) for name in SHAPES}
+        sent = ledger.begin(change)
+        ledger.feedback.applied()
+        ledger.end(sent)
+        for name, tensor in exact.items():
+            seen = (weights[name] - tensor).bfloat16() != weights[name].bfloat16()
+            assert torch.equal(sent[name].float(), torch.where(seen, tensor.bfloat16().float(), 0.0))
+            assert torch.equal(sent[name] + ledger.feedback.state()[name].double(), tensor.double())  # to the bit
+        assert 0.1 < float((sent["matrix"] != 0).double().mean()) < 0.5
 
 
 def test_what_a_round_reads_is_not_changed_by_it() -> None:
@@ -169,7 +191,10 @@ def test_infinity_and_nan_leave_the_residual_as_it_was() -> None:
 
 def test_only_changes_can_be_sent_sparsely() -> None:
     for adopt in (Adopt.AVERAGE, Adopt.CHANGE):
-        with pytest.raises(ConfigError, match="adopt='whole'"):
-            topic_of(adopt=adopt)
+        for compression in ("top_k", "visible"):
+            with pytest.raises(ConfigError, match=f"compression='{compression}' needs adopt='whole'"):
+                topic_of(adopt=adopt, compression=compression)
+    with pytest.raises(ConfigError, match="compression='visible' needs the weights that the tensors change"):
+        topic_of(compression="visible", weights={})
     topic = topic_of()
     assert [spec.compression for spec in topic.schema.tensors][-2:] == [CompressionType.TOP_K, CompressionType.NONE]

@@ -43,6 +43,7 @@ class Trainers:
     lives: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     tensors: int = 1
     options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    learning_rate: float = 0.1
     stepped: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
     missed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -57,7 +58,7 @@ class Trainers:
                 step_seconds=self.step_seconds[number],
                 strategy=self.strategy,
                 tamper=partial(self._before_step, number),
-                learner=lambda rng: Noise(rng, {}, self.tensors),
+                learner=lambda rng: Noise(rng, {"lr": self.learning_rate}, self.tensors),
                 options=self.options.get(number, {}),
             )
             for number, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""DiLoCo with `top_k`: nothing that was trained is lost, whatever happens to a peer, and all peers hold the same."""
+"""DiLoCo with `top_k` and `visible`: nothing that was trained is lost, and all peers hold the same."""
 
 import logging
 from collections.abc import Callable
@@ -10,19 +10,31 @@ import torch
 
 from averaging import DiLoCo, LocalSGD, Receipt
 from averaging.errors import ConfigError, TensorError
+from averaging.protocol import CompressionType
+from averaging.strategies.diloco import NESTEROV
+from tests.strategies.test_quorum_simulated import Trainers
 from tests.support.conservation import TrainingLedger
 from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, run_of, step, steps
+from tests.support.training_run import Site, agree
 
 EXACT = 2e-6
 """Share of the sum of all steps that rounding to float32 may take."""
 
+SLOW = partial(torch.optim.SGD, lr=0.002)
+"""Steps so small that some of their changes are not visible."""
+
 top_k = partial(DiLoCo, compression="top_k", density=1 / 8, decay=1.0)
+visible = partial(DiLoCo, compression="visible")
+
+
+def optimizer_for(strategy: Callable[[], DiLoCo]) -> Callable[..., torch.optim.Optimizer]:
+    return SLOW if strategy().compression is CompressionType.VISIBLE else SGD
 
 
 def of_peers(
     start: Start, count: int, strategy: Callable[[], DiLoCo], **options: Any
 ) -> tuple[Run, list[TrainingLedger]]:
-    run = run_of(start, count, strategy, **options)
+    run = run_of(start, count, strategy, optimizer_for(strategy), **options)
     return run, [TrainingLedger(averager) for averager in run.averagers]
 
 
@@ -54,6 +66,9 @@ def train(run: Run, count: int, first: int = 0) -> None:
         partial(top_k, 4, fragments=2),
         partial(top_k, 4, delay=2, alpha=1.0),
         partial(top_k, 6, fragments=2, delay=1, alpha=1.0),
+        partial(visible, 3),
+        partial(LocalSGD.of_changes, 3, compression="visible"),
+        partial(visible, 6, fragments=2, delay=1, alpha=1.0),
     ],
 )
 def test_every_step_is_sent_or_in_the_residual(start: Start, strategy: Callable[[], DiLoCo]) -> None:
@@ -75,12 +90,18 @@ def with_residual(run: Run, number: int) -> TrainingLedger:
 
 
 @pytest.mark.parametrize(
-    "strategy", [partial(top_k, 4), partial(top_k, 4, delay=1, alpha=1.0), partial(top_k, 8, fragments=2)]
+    "strategy",
+    [
+        partial(top_k, 4),
+        partial(top_k, 4, delay=1, alpha=1.0),
+        partial(top_k, 8, fragments=2),
+        partial(visible, 4, delay=1, alpha=1.0),
+    ],
 )
 def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
     start: Start, strategy: Callable[[], DiLoCo]
 ) -> None:
-    run = run_of(start, 3, strategy, group_size=2)  # a group of the two other peers is full
+    run = run_of(start, 3, strategy, optimizer_for(strategy), group_size=2)  # a group of the two other peers is full
     ledgers = [with_residual(run, number) for number in range(3)]
     before = residual(run, 2)
     steps(run, 2, range(500, 502))
@@ -95,7 +116,8 @@ def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
 
 
 @pytest.mark.parametrize(
-    "strategy", [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0), partial(top_k, 4, fragments=2)]
+    "strategy",
+    [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0), partial(top_k, 4, fragments=2), partial(visible, 2)],
 )
 def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
     start: Start, strategy: Callable[[], DiLoCo]
@@ -110,7 +132,7 @@ def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
     receipts: list[Receipt] = []
     run = start()
     for on_round in (None, raise_once):
-        run.add(strategy(), SGD, on_round=on_round)
+        run.add(strategy(), optimizer_for(strategy), on_round=on_round)
     run.meet()
     ledgers = [TrainingLedger(averager) for averager in run.averagers]
     failed: list[int] = []
@@ -150,14 +172,38 @@ def test_the_residual_of_a_peer_that_is_alone_decays_and_its_steps_are_whole(sta
     assert equal(residual(run, 0), [tensor / 8 for tensor in before])
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 1, "alpha": 1.0}])
-def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("of", [top_k, visible])
+def test_what_comes_late_and_who_pauses_lose_nothing(of: Callable[..., DiLoCo]) -> None:
+    """One peer needs the time of ten steps for one, another pauses for a fifth of the time; nobody waits."""
+    strategy = partial(of, 20, delay=5, quorum=2)
+    trainers = Trainers(strategy, (0.1, 0.1, 1.0, 0.1), 30.0, {3: (100, 6.0)}, seed=2, learning_rate=0.003)
+    ledgers: dict[str, TrainingLedger] = {}
+
+    def watched(site: Site, before: Any, averager: Any, number: int) -> None:
+        if site.name not in ledgers:
+            ledgers[site.name] = TrainingLedger(averager)
+        before(averager, number)
+
+    for site in trainers.sites:
+        site.tamper = partial(watched, site, site.tamper)
+    assert agree(trainers.run.simulate())
+    assert max(trainers.ages("peer-2:1")) >= 3
+    assert trainers.paused["peer-3:1"] >= 1
+    assert len(ledgers) == 4
+    for ledger in ledgers.values():
+        assert any(tensor.any() for tensor in ledger.strategy.own_state().values())
+        assert ledger.error() < EXACT
+
+
+@pytest.mark.parametrize("strategy", [partial(top_k, 2), partial(top_k, 2, delay=1, alpha=1.0), partial(visible, 2)])
+def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start, strategy: Callable[[], DiLoCo]) -> None:
     """Nor does it send the local steps that its donor has made during a delay."""
-    run, ledgers = of_peers(start, 2, partial(top_k, 2, **options))
+    run, ledgers = of_peers(start, 2, strategy)
     train(run, 5)
     shared = run.averagers[0]._training_state.shared()
-    assert {name.split("/")[1] for name in shared.tensors if name.startswith("strategy/")} == {"anchor"}
-    run.add(top_k(2, **options), SGD, model_of(7))
+    kinds = {name.split("/")[1] for name in shared.tensors if name.startswith("strategy/")}
+    assert kinds - {"outer0"} == {"anchor"}
+    run.add(strategy(), optimizer_for(strategy), model_of(7))
     assert run.averagers[2].global_step == 2
     assert residual(run, 2) == []
     assert equal(run.parameters()[2], anchors(run, 0))
@@ -170,12 +216,20 @@ def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start, opt
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("same_density", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "afterwards"),
+    [
+        (top_k, top_k),
+        (top_k, partial(top_k, density=1 / 2)),
+        (visible, visible),
+        (visible, partial(top_k, outer=NESTEROV)),
+    ],
+)
 def test_a_restart_from_a_checkpoint_goes_on_with_the_residual(
-    start: Start, delay: int, same_density: bool, tmp_path: Any
+    start: Start, delay: int, strategy: Callable[..., DiLoCo], afterwards: Callable[..., DiLoCo], tmp_path: Any
 ) -> None:
     """With a delay it is saved while a round is in progress, whose result never comes."""
-    strategy = partial(top_k, 4, delay=delay, alpha=1.0)
+    strategy, afterwards = (partial(each, 4, delay=delay, alpha=1.0) for each in (strategy, afterwards))
     run, ledgers = of_peers(start, 2, strategy)
     train(run, 9)
     opt = run.averagers[0]
@@ -188,14 +242,14 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_residual(
     assert any(tensor.any() for tensor in before)
 
     again = start()
-    restarted = again.add(strategy(density=1 / 8 if same_density else 1 / 2), SGD, model_of(4))
+    restarted = again.add(afterwards(), optimizer_for(strategy), model_of(4))
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     again.models[0].load_state_dict(saved["model"])
     restarted.load_state_dict(saved["opt"])
     assert equal(residual(again, 0), before)
     ledger = TrainingLedger(restarted, ledgers[0])
     assert ledger.error() < EXACT
-    again.add(strategy(density=1 / 8 if same_density else 1 / 2), SGD, model_of(5))
+    again.add(afterwards(), optimizer_for(strategy), model_of(5))
     again.meet()
     train(again, 12, first=50)
     assert ledger.error() < EXACT
@@ -208,12 +262,12 @@ def test_a_residual_that_cannot_be_used_is_named(start: Start, caplog: pytest.Lo
     saved = opt.state_dict()
     other = start().add(DiLoCo(2, outer=partial(torch.optim.SGD, lr=1.0)), SGD)
     other.load_state_dict(saved)
-    assert "without compression='top_k' they are dropped" in caplog.text
+    assert "without compression='top_k' or 'visible' they are dropped" in caplog.text
     own = saved["averaging"]["strategy"]["own"]
     name, before = next(iter(own)), residual(run, 0)
     for bad, message in (
         (torch.zeros(2, 2), f"'{name}' is torch.float32 \\[2, 2\\] in the state"),
-        (torch.full_like(own[name], torch.nan), r"\(the residual of top_k\) holds NaN or infinity"),
+        (torch.full_like(own[name], torch.nan), r"\(the residual of top_k or visible\) holds NaN or infinity"),
         ("text", "under 'own', not tensors by name"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -227,9 +281,12 @@ def replaced(saved: dict[str, Any], own: Any) -> dict[str, Any]:
     return {**saved, "strategy": {**saved["strategy"], "own": own}}
 
 
-def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("strategy", [partial(top_k, 4), partial(visible, 4)])
+def test_the_end_says_what_was_never_sent(
+    start: Start, strategy: Callable[[], DiLoCo], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "averaging.training")
-    run, ledgers = of_peers(start, 2, partial(top_k, 4))
+    run, ledgers = of_peers(start, 2, strategy)
     train(run, 9)
     finished = run.each(lambda number: run.averagers[number].finish(PATIENCE))
     assert all(finish.alike for finish in finished)
@@ -237,12 +294,13 @@ def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptur
     assert max(ledger.error() for ledger in ledgers) < EXACT
     texts = [record.getMessage() for record in caplog.records if "never sent" in record.getMessage()]
     assert len(texts) == 2
-    assert "times as much" in texts[0]
+    assert all("times as much)" in text for text in texts)
 
 
-def test_rounding_to_bfloat16_is_no_change(start: Start) -> None:
+@pytest.mark.parametrize("of", [top_k, visible])
+def test_rounding_to_bfloat16_is_no_change(start: Start, of: Callable[..., DiLoCo]) -> None:
     """What the parameters cannot hold of the anchors would otherwise be measured, and kept, in each round again."""
-    strategy = partial(top_k, 2, outer=partial(torch.optim.SGD, lr=0.7))
+    strategy = partial(of, 2, outer=partial(torch.optim.SGD, lr=0.7))
     run = run_of(start, 2, strategy, SGD, lambda: model_of(0, torch.bfloat16))
     ledgers = [TrainingLedger(averager) for averager in run.averagers]
 
@@ -289,5 +347,5 @@ def test_parameters_that_share_their_memory_are_sent_alike(start: Start) -> None
     assert equal(anchors(run, 0), anchors(run, 1))
     with pytest.raises(TensorError, match=r"'one' shares its memory with another one of another shape or fragment"):
         start().add(top_k(2), SGD, Tied((24,)))
-    with pytest.raises(TensorError, match=r"of another shape or fragment, of which top_k would send other elements"):
+    with pytest.raises(TensorError, match=r"of another shape or fragment, of which other elements would be sent"):
         start().add(top_k(2, fragments=2), SGD, Tied((6, 4)))

@@ -231,5 +231,5 @@ def test_options_by_name() -> None:
     assert TopK(1, 4, "all").mean_over is MeanOver.ALL  # type: ignore[arg-type]
     assert parse_compression("TOP_K") is CompressionType.TOP_K
     assert [TopK(1 / 64).kept(size) for size in (1, 64, 96, 1000, 4096)] == [1, 1, 2, 16, 64]
-    with pytest.raises(ConfigError, match="one of none, .*, top_k, not 'top_k_union'"):
+    with pytest.raises(ConfigError, match="one of none, .*, top_k, visible, not 'top_k_union'"):
         parse_compression("top_k_union")
