@@ -149,6 +149,7 @@ class LocalSGD(Strategy):
     ) -> None:
         super().__init__(**options)
         self.statistics_every = _statistics_every(statistics_every, statistics=statistics, overlap=overlap)
+        self._with_parameters = statistics and self.statistics_every is None  # in each of their rounds
         self._rounds = 0  # of the parameters, as the members of the last one agree; with `statistics_every`
         self._schedule: Schedule = make_schedule(sync_every)
         self.sync_text = str(self._schedule)
@@ -304,11 +305,6 @@ class LocalSGD(Strategy):
 
     def _averages_state(self, training: StrategyContext) -> bool:
         return self._with_parameters or training.modes.exist
-
-    @property
-    def _with_parameters(self) -> bool:
-        """Whether each round of the parameters has the statistics as well."""
-        return self.statistics and self.statistics_every is None
 
     def _tensors(self, training: StrategyContext) -> dict[str, torch.Tensor]:
         return training.tensors | (training.statistics() if self._with_parameters else training.iterates())
