@@ -275,7 +275,8 @@ class LocalSGD(Strategy):
         return topic, due
 
     def state(self) -> ExtraState:
-        return ExtraState({}, {"since": self._schedule.steps, "rounds": self._rounds})
+        rounds = {"rounds": self._rounds} if self.statistics_every else {}
+        return ExtraState({}, {"since": self._schedule.steps, **rounds})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads the counts; a pending change belongs to other parameters and is not added."""
