@@ -40,7 +40,7 @@ from averaging.common import (
 )
 from averaging.config import NonFinite
 from averaging.errors import printable
-from averaging.protocol import Mode
+from averaging.protocol import Mode, ReplyForm
 from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from averaging.config import PeerConfig
     from averaging.control import LeaveStep
     from averaging.discovery.gossip import Waiting
-    from averaging.peer import Peer
+    from averaging.peer import Peer, Topic
     from averaging.rpc import Credentials
     from averaging.seeds import FoundSeeds
     from averaging.tensors import Schema
@@ -225,6 +225,7 @@ class CommandSession:
     def __init__(self, plan: RoundPlan, document: Document, output: Output | None, report: CommandOutput) -> None:
         self._plan, self._document, self._output, self._report = plan, document, output, report
         self._peer: Peer
+        self._topic: Topic | None = None  # the peer's own tensors
         self.rounds = 0
         self.unwritten = ""
         self._written = self._writing = False
@@ -235,6 +236,11 @@ class CommandSession:
 
     async def run(self, peer: Peer, stop: Stop) -> None:
         self._peer, plan, kept = peer, self._plan, list(self._document.kept)
+        if not plan.serve and peer.config.reply_form is ReplyForm.AVERAGE:
+            # No later round would mend what is written at the end.
+            from averaging.peer import Adopt
+
+            self._topic = peer.topic("", self._document.tensors, adopt=Adopt.WHOLE, commits=True)
         async with peer:
             stop.wait = self._must_finish
             in_etcd = bool(peer.config.etcd)
@@ -253,6 +259,12 @@ class CommandSession:
         plan, failures = self._plan, 0
         while True:
             receipt = await self._attempt()
+            lost = {dropped.endpoint for dropped in receipt.dropped}
+            if receipt.averaged and not plan.serve and lost >= set(receipt.members) - {self._peer.endpoint}:
+                # What they had sent until then is in some elements and not in others.
+                reasons = "; ".join(f"{each.endpoint}: {each.reason}" for each in receipt.dropped)
+                text = f"{self._name}: all other members were lost in its midst ({printable(reasons)})"
+                raise CommandError(f"{text}. Nothing was written; start both again")
             if receipt.averaged:
                 failures = 0
                 await self._finish_round(receipt)
@@ -283,7 +295,7 @@ class CommandSession:
             return f"{self._name}: looking for a group, {others} seen"
 
         async with self._report.waiting(describe):
-            return await self._peer.average(weight=self._plan.weight)
+            return await self._peer.average(self._topic, weight=self._plan.weight)
 
     async def _finish_round(self, receipt: Receipt) -> None:
         name = self._name
@@ -390,7 +402,8 @@ def ready(
     if not is_client and is_loopback(parse_address(endpoint)[0]):
         where = "in another terminal of this machine (for other machines, --listen on an address that they can reach)"
     else:
-        where = "with --listen on an address that other peers can reach, or with --mode client"
+        join_command = [*join_command, "--mode", "client"]
+        where = "(or instead of --mode client with --listen on an address that other peers can reach)"
     return event, f"{text}\njoin {'its run' if in_etcd else 'it'} {where}:\n  {shlex.join(join_command)}"
 
 

@@ -113,6 +113,7 @@ def test_the_command_that_joins_can_be_pasted() -> None:
     assert "not averaged, but kept as they are: seen" in text
     elsewhere = events.ready("192.0.2.7:1", "demo", "node", SCHEMA, command)[1]
     assert "this machine" not in elsewhere
-    assert "with --listen on an address that other peers can reach, or with --mode client:" in elsewhere
+    assert "instead of --mode client with --listen on an address that other peers can reach" in elsewhere
+    assert shlex.split(elsewhere.splitlines()[-1]) == [*command, "--mode", "client"]
     event, text = events.ready("client::7", "demo", "client", SCHEMA, command)
     assert (event["join"], "--join" in text) == (None, False)

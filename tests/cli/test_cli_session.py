@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -19,9 +20,10 @@ from averaging.cli import peer as sessions
 from averaging.cli.files import Document, Output
 from averaging.cli.peer import CommandSession, RoundPlan
 from averaging.cli.running import CommandError, CommandOutput, Stop, Stopped, run
+from averaging.peer import Adopt
 from averaging.peer.peer import Peer
-from averaging.protocol.group import Mode
-from averaging.receipts.receipt import Outcome, Receipt
+from averaging.protocol import Mode, ReplyForm
+from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import describe
 
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"
@@ -36,20 +38,26 @@ class ScriptedPeer:
     """Behaves as `Peer` does towards a session. Each step is one attempt: its receipt, or what happens in it."""
 
     run_id, endpoint, metrics_endpoint = "demo", ME, ""
-    config = SimpleNamespace(mode=Mode.NODE, etcd=())
+    config = SimpleNamespace(mode=Mode.NODE, etcd=(), reply_form=ReplyForm.AVERAGE)
 
     def __init__(self, tensor: torch.Tensor, steps: Sequence[Step]) -> None:
         self.schema = describe(["w"], [tensor], part_size_bytes=1 << 20)
         self.tensor, self.steps = tensor, list(steps)
         self.in_round = False
         self.left = False
+        self.topics: list[str | None] = []
 
     @property
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(group_id=b"1" if self.in_round else b"", members=(), known_peers=1)
 
-    async def average(self, *, weight: float) -> Receipt:
+    def topic(self, name: str, tensors: dict[str, torch.Tensor], **options: Any) -> str:
+        assert (name, options) == ("", {"adopt": Adopt.WHOLE, "commits": True})
+        return "whole"
+
+    async def average(self, topic: str | None, *, weight: float) -> Receipt:
         assert weight == 2.0
+        self.topics.append(topic)
         step = self.steps.pop(0)
         if isinstance(step, Exception):
             raise step
@@ -227,3 +235,22 @@ def test_a_cancellation_that_no_signal_caused_goes_on() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         run(cancelled)
+
+
+def test_a_half_average_is_not_written(tmp_path: Path) -> None:
+    lost = replace(AVERAGED, dropped=(Dropped(OTHER, "connection lost"),))
+    output = tmp_path / "mean.safetensors"
+    session, peer = play([lost], output)
+    with pytest.raises(CommandError, match=r"lost in its midst \(127.0.0.1:2: connection lost\)"):
+        perform(session, peer)
+    assert (peer.topics, output.exists()) == (["whole"], False)
+    session, peer = play([replace(lost, members=(ME, OTHER, "127.0.0.1:3"))], output)
+    perform(session, peer)
+    assert output.exists()
+
+
+def test_a_later_round_of_a_peer_that_serves_mends_a_part_that_is_missing(tmp_path: Path) -> None:
+    session, peer = play([AVERAGED, while_looking], tmp_path / "mean.safetensors", serve=True)
+    with pytest.raises(Stopped):
+        perform(session, peer)
+    assert peer.topics == [None, None]

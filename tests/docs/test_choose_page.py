@@ -57,7 +57,7 @@ def test_the_page_of_a_phone_has_a_certificate_that_others_take(
     assert program == "averaging"
     with averaging_process(*(word.replace("0.0.0.0:8443", "127.0.0.1:0") for word in arguments)) as process:
         url = process.expect("ready")["url"]
-        trusted = ssl.create_default_context(cafile="ca/ca.pem")
+        trusted = ssl.create_default_context(cafile="page/ca.pem")
         password = ("anybody", Path("password").read_text().strip())
         assert url.startswith("https://127.0.0.1:")
         assert httpx.get(url, verify=trusted, auth=password, trust_env=False, timeout=30).status_code == 200
