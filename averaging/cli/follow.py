@@ -190,7 +190,7 @@ def _engine(given: dict[str, Any], credentials: Credentials) -> ServedEngine | N
         return AdapterServer(url, kind=kind, name=given["adapter"], keep=given["keep"])
     if kind == "sglang":
         return SglangServer(url, pause=given["engine_pause"])
-    files = {name: str(given[name].resolve()) for name in options.SECURITY if given[name] is not None}
+    files = {name: str(Path(given[name]).resolve()) for name in options.SECURITY if given[name] is not None}
     return VllmServer(
         url,
         given["listen"],

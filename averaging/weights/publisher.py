@@ -124,8 +124,10 @@ class WeightPublisher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self, timeout: float = 30.0) -> None:
+    def close(self, timeout: float = 90.0) -> None:
         """Waits until the newest version is in the folder `to`, and lets other publishers write there.
+
+        By default so long that the lease of a publisher that has died is taken over.
 
         Raises:
             StateError: The storage did not take it within `timeout` seconds, or another publisher writes there.

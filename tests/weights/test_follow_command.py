@@ -170,6 +170,16 @@ def test_what_cannot_work_is_told(
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
+def test_an_engine_of_a_run_with_a_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-token-of-this-run\n")
+    engine = ["--engine", "vllm=http://127.0.0.1:1", "--token-file", str(token), "--timeout", "0.3"]
+    process = averaging_command("follow", free_address(), *engine)
+    assert process.returncode == 1
+    assert "no publisher answered within 0.3 s" in process.stderr
+
+
 def test_ctrl_c_before_anything_was_published(tmp_path: Path) -> None:
     with (
         Publishing(WeightPublisher()) as endpoint,
