@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -14,6 +15,8 @@ from examples.posttrain.model import CHARACTERS, write_model
 from tests.support.pages import ROOT, blocks_of
 from tests.support.ports import free_port
 from tests.support.processes import averaging_process
+
+pytestmark = pytest.mark.integrations
 
 SCRIPTS = {block.title: block.text for block in blocks_of((ROOT / "docs/how-to/choose.md").read_text()) if block.title}
 
@@ -62,7 +65,7 @@ def test_a_trainer_takes_batches_and_publishes(tmp_path: Path) -> None:
     port = free_port()
     listen, url = f"127.0.0.1:{port}", f"https://localhost:{port}"
     text = SCRIPTS["grpo.py"].replace(":8000", f":{port}").replace("num_steps=200", "num_steps=2")
-    text = text.replace("0.0.0.0:4222", "127.0.0.1:0")
+    text = text.replace("0.0.0.0:4222", "127.0.0.1:0").replace("% 100", "% 2")
     (tmp_path / "grpo.py").write_text(text)
     with averaging_process("feed", "--listen", listen, "--store", str(tmp_path / "feed.sqlite"), *options) as feed:
         feed.expect("ready")
@@ -79,6 +82,7 @@ def test_a_trainer_takes_batches_and_publishes(tmp_path: Path) -> None:
             trainer.kill()
     assert trainer.returncode == 0, told
     assert [line for line in told.splitlines() if line.startswith("step")] == ["step 1 score 0.0", "step 2 score 0.0"]
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] == 2
 
 
 FILES = {"token_file": "token", "tls_ca": "ca/ca.pem", "tls_cert": "ca/trainer.pem", "tls_key": "ca/trainer.key"}
