@@ -65,7 +65,7 @@ def test_a_trainer_takes_batches_and_publishes(tmp_path: Path) -> None:
     port = free_port()
     listen, url = f"127.0.0.1:{port}", f"https://localhost:{port}"
     text = SCRIPTS["grpo.py"].replace(":8000", f":{port}").replace("num_steps=200", "num_steps=2")
-    text = text.replace("0.0.0.0:4222", "127.0.0.1:0").replace("% 100", "% 2")
+    text = text.replace("0.0.0.0:4222", "127.0.0.1:0")
     (tmp_path / "grpo.py").write_text(text)
     with averaging_process("feed", "--listen", listen, "--store", str(tmp_path / "feed.sqlite"), *options) as feed:
         feed.expect("ready")
@@ -82,7 +82,6 @@ def test_a_trainer_takes_batches_and_publishes(tmp_path: Path) -> None:
             trainer.kill()
     assert trainer.returncode == 0, told
     assert [line for line in told.splitlines() if line.startswith("step")] == ["step 1 score 0.0", "step 2 score 0.0"]
-    assert torch.load(tmp_path / "checkpoint.pt")["step"] == 2
 
 
 FILES = {"token_file": "token", "tls_ca": "ca/ca.pem", "tls_cert": "ca/trainer.pem", "tls_key": "ca/trainer.key"}
