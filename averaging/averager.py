@@ -496,9 +496,9 @@ class DecentralizedAverager(OptimizerWrapper):
         note_closed(self)
         if hasattr(self, "_thread"):  # else the constructor has failed earlier
             self._thread.close()
-            for service in self._state_services:
+            for close in filter(None, (getattr(service, "close", None) for service in self._state_services)):
                 try:
-                    getattr(service, "close", bool)()
+                    close()
                 except AveragingError as error:
                     logger.error("%s", error)
         self._site.close()

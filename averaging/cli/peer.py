@@ -259,12 +259,6 @@ class CommandSession:
         plan, failures = self._plan, 0
         while True:
             receipt = await self._attempt()
-            lost = {dropped.endpoint for dropped in receipt.dropped}
-            if receipt.averaged and not plan.serve and lost >= set(receipt.members) - {self._peer.endpoint}:
-                # What they had sent until then is in some elements and not in others.
-                reasons = "; ".join(f"{each.endpoint}: {each.reason}" for each in receipt.dropped)
-                text = f"{self._name}: all other members were lost in its midst ({printable(reasons)})"
-                raise CommandError(f"{text}. Nothing was written; start both again")
             if receipt.averaged:
                 failures = 0
                 await self._finish_round(receipt)

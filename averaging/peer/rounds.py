@@ -572,8 +572,8 @@ def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) 
     """Why a round averaged nothing, or less than required; empty if it succeeded."""
     causes = "; ".join(f"{dropped.endpoint}: {dropped.reason}" for dropped in result.dropped)
     lost = {dropped.endpoint for dropped in result.dropped}
-    if not result.received_any and lost >= set(group.endpoints) - {endpoint}:
-        return f"all other members were lost ({causes})"
+    if lost >= set(group.endpoints) - {endpoint} and (not result.received_any or (lost and adopt is Adopt.WHOLE)):
+        return f"all other members were lost ({causes})"  # what they had sent may be in some elements only
     if not result.received_any and lost:
         # For example a client, which exchanges parts with the reducers only.
         return f"nothing came from any other member ({causes})"

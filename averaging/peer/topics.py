@@ -258,8 +258,8 @@ class Adopt(Enum):
     AVERAGE = "average"
     """The tensors hold the average; parts whose reducer was dropped keep their values."""
     WHOLE = "whole"
-    """The tensors hold the average, equal at all members. If a part is missing, nothing is
-    written and the round fails."""
+    """The tensors hold the average, equal at all members. If a part is missing, or all other
+    members were lost, nothing is written and the round fails."""
     CHANGE = "change"
     """The tensors hold the average minus their former values; 0 in parts whose reducer was dropped."""
 

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
+from tests.support.ports import free_address
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
 
@@ -66,6 +67,17 @@ def out(path: Path) -> Path:
 def command(*arguments: str | Path | float) -> subprocess.CompletedProcess[str]:
     """Runs `averaging …` to its end."""
     return averaging_command(*map(str, arguments))
+
+
+def test_a_peer_that_the_other_cannot_reach_leaves_no_half_average(start: Start, files: list[Path]) -> None:
+    limits = ("--round-timeout", 3, "--retries", 0)
+    first = start("peer", files[0], *PAIR, *limits, "--output", out(files[0]))
+    join = first.expect("ready")["join"]
+    second = start(
+        "peer", files[1], *PAIR, *limits, "--join", join, "--advertise", free_address(), "--output", out(files[1])
+    )
+    assert [first.wait(), second.wait()] == [1, 1]
+    assert not any(out(path).exists() for path in files)
 
 
 def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
